@@ -1,0 +1,350 @@
+"""The network: one GPT that is two families, chosen by the fields of `ModelConfig`.
+
+Llama/Qwen: RMSNorm, rotary positions (RoPE), SwiGLU, grouped-query attention, no biases. GPT-2: LayerNorm, learned
+positions, GELU, biases. Parameters are fp32; `torch.autocast` around `forward` chooses the dtype of the matrix products.
+
+    python model.py out/nano "def main"        # stream a sample from the newest checkpoint of a run
+
+Shapes: B batch, T tokens, C model width, H heads, K key/value heads, D head width, V vocabulary, L layers.
+"""
+import hashlib
+import math
+from dataclasses import dataclass, field
+from typing import Annotated
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+from torch.utils.checkpoint import checkpoint
+
+from attention import KVCache, attend
+
+# Logits of more bytes than this are made chunk by chunk. 8192 tokens x 50304 ids in fp32 are 1.6 GB, and the softmax's
+# backward doubles it; a chunk costs a second product with the head in the backward pass (a third of the head's work).
+CHUNK_BYTES = 2 ** 28
+
+
+@dataclass
+class ModelConfig:
+    """What makes a GPT. A zero means "derived": n_kv_head = n_head, head_dim = C / H, n_hidden from C and the MLP's kind."""
+    vocab_size: int = 257
+    seq_len: int = 256  # tokens the model is made for: rows of the learned positions, keys kept while generating
+    n_layer: int = 4
+    n_head: int = 4
+    n_kv_head: int = 0
+    n_embd: int = 256
+    head_dim: int = 0
+    n_hidden: int = 0
+    norm: str = "rmsnorm"  # or "layernorm"
+    position: str = "rope"  # or "learned"
+    mlp: str = "swiglu"  # or "gelu"
+    bias: bool = False
+    tied: bool = False  # the head is the embedding
+    qk_norm: bool = False  # RMSNorm of each head's queries and keys, as Qwen3
+    norm_eps: float = 1e-6
+    rope_theta: float = 10000.0
+    rope_scaling: dict | None = None  # Llama 3's, see `rope_frequencies`
+    dropout: float = 0.0
+
+    def __post_init__(self):
+        """Derive what is zero; raise ValueError where the numbers do not make a network."""
+        for name in "vocab_size", "seq_len", "n_layer", "n_head", "n_embd":
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
+        if not self.head_dim and self.n_embd % self.n_head:
+            raise ValueError(f"n_embd {self.n_embd} is not divisible by n_head {self.n_head}: "
+                             f"take n_embd {self.n_embd // self.n_head * self.n_head or self.n_head}")
+        self.head_dim = self.head_dim or self.n_embd // self.n_head
+        self.n_kv_head = self.n_kv_head or self.n_head
+        if self.n_kv_head < 0 or self.n_head % self.n_kv_head:
+            raise ValueError(f"n_head {self.n_head} is not a multiple of n_kv_head {self.n_kv_head}")
+        if self.position == "rope" and self.head_dim % 2:
+            raise ValueError(f"head width {self.head_dim} is odd: rotary positions turn pairs, take an even one")
+        if not 0 <= self.dropout < 1:
+            raise ValueError(f"dropout is {self.dropout}, expected 0 <= dropout < 1")
+        # SwiGLU has three matrices where GELU has two: 8/3 C keeps the parameter count of GPT-2's 4 C; 64 suits the kernels.
+        self.n_hidden = self.n_hidden or (4 * self.n_embd if self.mlp == "gelu" else math.ceil(self.n_embd / 24) * 64)
+
+
+GPT2 = dict(vocab_size=50257, seq_len=1024, norm="layernorm", position="learned", mlp="gelu", bias=True, tied=True, norm_eps=1e-5)
+LLAMA = dict(vocab_size=128256, seq_len=131072, n_kv_head=8, n_head=32, norm_eps=1e-5, rope_theta=500000.0)
+
+
+def llama3_scaling(factor):
+    """Llama 3.1's and 3.2's stretch of the rotary positions from 8,192 tokens by `factor`."""
+    return dict(rope_type="llama3", factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+
+
+PRESETS = {
+    "nano": dict(seq_len=256, n_layer=4, n_head=4, n_embd=256, qk_norm=True),
+    "gpt2": dict(n_layer=12, n_head=12, n_embd=768, **GPT2),
+    "gpt2-medium": dict(n_layer=24, n_head=16, n_embd=1024, **GPT2),
+    "gpt2-large": dict(n_layer=36, n_head=20, n_embd=1280, **GPT2),
+    "gpt2-xl": dict(n_layer=48, n_head=25, n_embd=1600, **GPT2),
+    "llama-3.2-1b": dict(n_layer=16, n_embd=2048, n_hidden=8192, tied=True, rope_scaling=llama3_scaling(32.0), **LLAMA),
+    "llama-3.1-8b": dict(n_layer=32, n_embd=4096, n_hidden=14336, rope_scaling=llama3_scaling(8.0), **LLAMA),
+    "qwen3-0.6b": dict(vocab_size=151936, seq_len=40960, n_layer=28, n_head=16, n_kv_head=8, n_embd=1024, head_dim=128,
+                       n_hidden=3072, tied=True, qk_norm=True, rope_theta=1e6),
+}
+
+
+def rope_frequencies(config):
+    """Angle per position of each of the D/2 pairs, fp32 (D/2,): theta^(-2i/D) (RoFormer, Su et al. 2021, eq. 15).
+
+    Llama 3's scaling divides the slow ones by `factor`: pairs whose wavelength exceeds the original context over
+    `low_freq_factor` wholly, those below it over `high_freq_factor` not at all, linearly in between.
+    """
+    frequency = config.rope_theta ** (-torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim)
+    scaling = config.rope_scaling
+    if scaling is None:
+        return frequency
+    low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
+    turns = scaling["original_max_position_embeddings"] * frequency / (2 * math.pi)
+    keep = ((turns - low) / (high - low)).clamp(0, 1)  # 1: as it was, 0: divided by the factor
+    return frequency * (keep + (1 - keep) / scaling["factor"])
+
+
+def rotate(x, rope):
+    """Turn the pairs (i, i + D/2) of x (B, H, T, D) by the angles in `rope`: the half-split convention of Llama and Qwen."""
+    cos, sin = rope  # (..., T, D); the sine of the first half carries the minus of the rotation
+    return (x * cos + x.roll(x.size(-1) // 2, dims=-1) * sin).type_as(x)
+
+
+def make_norm(config):
+    """The network's norm over C; both compute their statistics in fp32 under autocast, for their input is fp32."""
+    if config.norm == "rmsnorm":
+        return nn.RMSNorm(config.n_embd, eps=config.norm_eps)
+    return nn.LayerNorm(config.n_embd, eps=config.norm_eps, bias=config.bias)
+
+
+class Attention(nn.Module):
+    """Multi-head attention; with n_kv_head < n_head several query heads share a key/value head (GQA)."""
+
+    def __init__(self, config, layer, backend):
+        super().__init__()
+        self.layer, self.backend, self.head_dim, self.dropout = layer, backend, config.head_dim, config.dropout
+        C, D = config.n_embd, config.head_dim
+        self.q = nn.Linear(C, config.n_head * D, bias=config.bias)
+        self.k = nn.Linear(C, config.n_kv_head * D, bias=config.bias)
+        self.v = nn.Linear(C, config.n_kv_head * D, bias=config.bias)
+        self.o = nn.Linear(config.n_head * D, C, bias=config.bias)
+        self.q_norm = nn.RMSNorm(D, eps=config.norm_eps) if config.qk_norm else nn.Identity()
+        self.k_norm = nn.RMSNorm(D, eps=config.norm_eps) if config.qk_norm else nn.Identity()
+
+    def forward(self, x, rope=None, mask=None, cache=None):
+        """x (B, T, C) -> (B, T, C). The number of heads is read off the projection: tensor parallelism leaves a share of them."""
+        q = self.q_norm(self.q(x).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)  # (B, H, T, D)
+        k = self.k_norm(self.k(x).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)  # (B, K, T, D)
+        v = self.v(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, K, T, D)
+        if rope is not None:
+            q, k = rotate(q, rope), rotate(k, rope)
+        if cache is not None:
+            k, v = cache.append(self.layer, k, v)  # (B, K, S, D)
+        y = attend(q, k, v, mask, self.backend, self.dropout if self.training else 0.0)
+        return self.o(y.transpose(1, 2).flatten(2))
+
+
+class SwiGLU(nn.Module):
+    """down(silu(gate(x)) * up(x)) (Shazeer 2020)."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.gate = nn.Linear(config.n_embd, config.n_hidden, bias=config.bias)
+        self.up = nn.Linear(config.n_embd, config.n_hidden, bias=config.bias)
+        self.down = nn.Linear(config.n_hidden, config.n_embd, bias=config.bias)
+
+    def forward(self, x):
+        return self.down(F.silu(self.gate(x)) * self.up(x))
+
+
+class GELU(nn.Module):
+    """down(gelu(up(x))), with GPT-2's tanh form of the GELU."""
+
+    def __init__(self, config):
+        super().__init__()
+        self.up = nn.Linear(config.n_embd, config.n_hidden, bias=config.bias)
+        self.down = nn.Linear(config.n_hidden, config.n_embd, bias=config.bias)
+
+    def forward(self, x):
+        return self.down(F.gelu(self.up(x), approximate="tanh"))
+
+
+class Block(nn.Module):
+    """x + attention(norm(x)), then x + mlp(norm(x)): the residual stream passes through untouched (pre-norm)."""
+
+    def __init__(self, config, layer, backend):
+        super().__init__()
+        self.attn_norm = make_norm(config)
+        self.attn = Attention(config, layer, backend)
+        self.mlp_norm = make_norm(config)
+        self.mlp = SwiGLU(config) if config.mlp == "swiglu" else GELU(config)
+        self.dropout = nn.Dropout(config.dropout)
+
+    def forward(self, x, rope=None, mask=None, cache=None):
+        x = x + self.dropout(self.attn(self.attn_norm(x), rope, mask, cache))
+        return x + self.dropout(self.mlp(self.mlp_norm(x)))
+
+
+def summed_loss(x, weight, targets):
+    """Sum of the cross-entropies of logits x weight^T: x (N, C), weight (V, C), targets (N,) -> fp32 scalar."""
+    logits = F.linear(x, weight).float()  # (N, V): a softmax over 50,000 bf16 logits would lose three of its digits
+    return F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
+
+
+class GPT(nn.Module):
+    """tokens (B, T) -> logits (B, T, V), or with targets -> the sum of the losses."""
+
+    def __init__(self, config, backend="sdpa"):
+        super().__init__()
+        self.config = config
+        self.embed = nn.Embedding(config.vocab_size, config.n_embd)
+        self.position = nn.Embedding(config.seq_len, config.n_embd) if config.position == "learned" else None
+        self.dropout = nn.Dropout(config.dropout)
+        self.blocks = nn.ModuleList(Block(config, layer, backend) for layer in range(config.n_layer))
+        self.norm = make_norm(config)
+        # Tied means there is no second parameter at all: nothing that wrapping, moving or loading could untie.
+        self.head = None if config.tied else nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.register_buffer("rope_frequency", rope_frequencies(config), persistent=False)
+
+    def reset_buffers(self):
+        """Refill the buffers, which are garbage after `to_empty` on a model built on the meta device."""
+        self.rope_frequency.copy_(rope_frequencies(self.config))
+
+    def initial(self, name, seed):
+        """Initial value of parameter `name`: a whole fp32 CPU tensor that depends on (seed, name) alone, so on no layout.
+
+        Matrices are normal with GPT-2's standard deviation 0.02. Those that write to the residual stream start at zero:
+        each block begins as the identity. Embedding and head are small enough for an untrained loss of ln V + 0.05; tied
+        ones would otherwise predict the token they have just read, with a logit of C times their deviation.
+        """
+        shape = self.get_parameter(name).shape
+        kind = name.split(".")[-2:]
+        if "norm" in name:
+            return torch.ones(shape) if kind[-1] == "weight" else torch.zeros(shape)
+        if kind[-1] == "bias" or kind[0] in ("o", "down"):
+            return torch.zeros(shape)
+        std, C = 0.02, self.config.n_embd
+        if kind[0] in ("embed", "head", "position"):
+            std = min(std, 0.3 / math.sqrt(C), math.log(self.config.vocab_size) / (3 * C) if self.config.tied else std)
+        digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        return torch.empty(shape).normal_(0.0, std, generator=generator)
+
+    def rope(self, positions):
+        """Cosines and sines of `positions` (T,) or (B, 1, T): a pair of (..., T, D); None with learned positions."""
+        if self.position is not None:
+            return None
+        angle = positions[..., None].float() * self.rope_frequency  # (..., T, D/2)
+        cos, sin = angle.cos(), angle.sin()
+        return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+
+    def hidden(self, tokens, cache=None):
+        """tokens (B, T) -> the last norm's output (B, T, C). With a cache the tokens continue what is in it."""
+        start = 0 if cache is None else cache.length
+        positions = torch.arange(start, start + tokens.size(1), device=tokens.device)  # (T,)
+        mask = None if cache is None else cache.mask(tokens.size(1))
+        x = self.embed(tokens)  # (B, T, C)
+        if self.position is not None:
+            if cache is not None and cache.padding is not None:  # each row counts from its own first real token
+                positions = (positions - cache.padding[:, None]).clamp(min=0)  # (B, T)
+            x = x + self.position(positions)
+        x, rope = self.dropout(x), self.rope(positions)
+        for block in self.blocks:
+            x = block(x, rope, mask, cache)
+        if cache is not None:
+            cache.length += tokens.size(1)
+        return self.norm(x)
+
+    def forward(self, tokens, targets=None, cache=None, last=False):
+        """Logits (B, T, V), or with `targets` (B, T) the fp32 *sum* of the losses over all targets that are not -100.
+
+        The sum, not the mean: only the caller knows how many targets the whole global batch has. `last` sends the last
+        position alone through the head, (B, 1, V): all that generation needs.
+        """
+        x = self.hidden(tokens, cache)
+        weight = self.embed.weight if self.head is None else self.head.weight  # (V, C)
+        if targets is None:
+            return F.linear(x[:, -1:] if last else x, weight)
+        x, targets = x.flatten(0, 1), targets.flatten()  # (N, C), (N,)
+        rows = max(1, CHUNK_BYTES // (4 * weight.size(0)))
+        if len(x) <= rows:
+            return summed_loss(x, weight, targets)
+        # Each chunk's logits live only while its loss, or later its gradient, is computed.
+        return sum(checkpoint(summed_loss, some, weight, wanted, use_reentrant=False)
+                   for some, wanted in zip(x.split(rows), targets.split(rows)))
+
+    def num_params(self):
+        """Number of parameters; a tied head counts once."""
+        return sum(p.numel() for p in self.parameters())
+
+    def flops_per_token(self, seq_len):
+        """FLOPs a trained token costs, forward and backward: 6 per parameter in a matrix product, and causal attention.
+
+        Attention: q k^T and weights v are 2 * 2 H D S FLOPs a query, tripled by the backward pass, and half the scores are masked
+        (PaLM, Chowdhery et al. 2022, appendix B, with the causal half).
+        """
+        lookups = [self.position] if self.head is None else [self.position, self.embed]  # rows are picked, not multiplied
+        matrices = self.num_params() - sum(table.weight.numel() for table in lookups if table is not None)
+        vectors = sum(p.numel() for p in self.parameters() if p.dim() < 2)
+        return 6 * (matrices - vectors) + 6 * self.config.n_layer * self.config.n_head * self.config.head_dim * seq_len
+
+    @torch.no_grad()
+    def stream(self, prompts, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, stop=None):
+        """Yield, for each new position, the list of B next token ids; None for a row that has already produced `stop`.
+
+        `prompts` is a list of B non-empty lists of ids, of any lengths up to seq_len. With RoPE it goes on past seq_len and
+        sees the newest seq_len tokens; learned positions end there, and asking for more raises ValueError.
+        `temperature` 0 takes the likeliest token; `seed` makes the draws repeatable.
+        """
+        longest, limit = max(map(len, prompts)), self.config.seq_len
+        if not min(map(len, prompts)):
+            raise ValueError("a prompt is empty: give at least one token, for example the end-of-text id")
+        total = longest + max_new_tokens
+        if longest > limit or self.position is not None and total > limit:
+            raise ValueError(f"prompt of {longest} and {max_new_tokens} new tokens: this model sees {limit} tokens"
+                             + (", and its learned positions end there" if longest <= limit else ", shorten the prompt"))
+        device = self.embed.weight.device
+        tokens = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=device)  # (B, T), filled up in front
+        padding = torch.tensor([longest - len(p) for p in prompts], device=device)
+        cache = KVCache(self.config.n_layer, min(total, limit), padding if padding.any() else None)
+        generator = None if seed is None else torch.Generator(device).manual_seed(seed)
+        done = torch.zeros(len(prompts), dtype=torch.bool, device=device)
+        for _ in range(max_new_tokens):
+            logits = self(tokens, cache=cache, last=True)[:, 0].float()  # (B, V)
+            tokens = pick(logits, temperature, top_k, top_p, generator)  # (B, 1)
+            yield [None if end else token for token, end in zip(tokens[:, 0].tolist(), done.tolist())]
+            done |= tokens[:, 0] == (-1 if stop is None else stop)
+            if done.all():
+                return
+
+    def generate(self, prompts, max_new_tokens, **options):
+        """The new tokens of each prompt, a list of B lists of ids (`stop` excluded); options as for `stream`."""
+        columns = zip(*self.stream(prompts, max_new_tokens, **options))
+        stop = options.get("stop")
+        return [[token for token in column if token is not None and token != stop] for column in columns]
+
+
+def pick(logits, temperature, top_k, top_p, generator):
+    """Draw one id per row of logits (B, V) -> (B, 1): among the `top_k` likeliest (0: all) and the fewest that hold `top_p`."""
+    if temperature == 0:
+        return logits.argmax(dim=-1, keepdim=True)
+    values, ids = (logits / temperature).sort(dim=-1, descending=True)
+    if top_k:
+        values[:, top_k:] = float("-inf")
+    probabilities = values.softmax(dim=-1)
+    before = probabilities.cumsum(dim=-1) - probabilities  # what the likelier ones hold already
+    probabilities[before >= top_p] = 0.0  # never the first, whose `before` is 0
+    return ids.gather(1, torch.multinomial(probabilities, 1, generator=generator))
+
+
+@dataclass
+class SampleConfig:
+    """Sample from the newest checkpoint of a run."""
+    run: Annotated[str, "the run's folder (--out of train.py)"]
+    prompt: Annotated[list[str], "text to continue"] = field(default_factory=list)
+    tokens: Annotated[int, "how many new tokens"] = 200
+    temperature: Annotated[float, "0 takes the likeliest token, 1 samples the model's own distribution"] = 0.8
+    top_k: Annotated[int, "sample among the K likeliest tokens; 0: all"] = 0
+    top_p: Annotated[float, "sample among the fewest tokens that hold this probability"] = 1.0
+    seed: Annotated[int | None, "makes the sample repeatable"] = None
+    device: Annotated[str, "auto, cpu, cuda or mps"] = "auto"
