@@ -1,0 +1,513 @@
+"""Processes, meshes, wrappers: the same run on one process, or as DDP, FSDP2, HSDP and tensor parallel on many.
+
+All layouts are one `DeviceMesh` with the dimensions "replicate" (the same parameters), "shard" (FSDP2's `fully_shard`)
+and "tp" (tensor parallel, innermost: its neighbours talk in every layer). `start` builds it, `parallelize` applies it.
+
+    torchrun --standalone --nproc_per_node=8 train.py --fsdp                     # what this file serves
+    python distributed.py --model llama-3.1-8b --gpus 64 --fsdp --gpu H100       # will it fit, and how fast is it?
+
+Shapes: B batch, T tokens, C model width, V vocabulary, H heads, D head width.
+"""
+import gc
+import logging
+import os
+import sys
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, field
+from datetime import timedelta
+from functools import partial
+from itertools import combinations
+from math import prod
+from typing import Annotated, Literal
+
+import torch
+import torch.distributed as dist
+
+# torch.distributed.tensor takes a second to import: the functions that need it import it, one process never does.
+
+
+@dataclass
+class World:
+    """This process's place among all. The defaults are one process without a process group: every method is free."""
+    device: torch.device
+    rank: int = 0
+    local_rank: int = 0
+    size: int = 1
+    data_rank: int = 0  # the processes of one tensor-parallel group read the same data: they share a data rank
+    data_size: int = 1
+    mesh: "torch.distributed.device_mesh.DeviceMesh | None" = None
+    entered: ExitStack = field(default_factory=ExitStack)  # contexts that last until `stop`
+
+    @property
+    def writer(self):
+        """Whether this process prints and writes files."""
+        return self.rank == 0
+
+    def has(self, dimension):
+        """Whether the mesh has this dimension: "replicate", "shard" or "tp"."""
+        return self.mesh is not None and dimension in self.mesh.mesh_dim_names
+
+    def sum(self, tensor):
+        """Sum of `tensor` over the data ranks: of counts and losses, which tensor-parallel neighbours share."""
+        tensor = tensor.detach().clone()
+        for dimension in filter(self.has, ("replicate", "shard")):
+            dist.all_reduce(tensor, group=self.mesh.get_group(dimension))
+        return tensor
+
+    def any(self, flag):
+        """Whether `flag` is true on any process: how all agree to stop when a signal has reached only some."""
+        votes = torch.tensor(int(flag), device=self.device)
+        if self.mesh is not None:
+            dist.all_reduce(votes, dist.ReduceOp.MAX)
+        return bool(votes)
+
+    def barrier(self):
+        """Wait for all processes."""
+        if self.mesh is not None:
+            dist.barrier()
+
+    @contextmanager
+    def first(self):
+        """Run the body on rank 0, then on the first process of every other machine, then on the rest.
+
+        A body that does nothing when its files exist does its work once, on a shared file system or on separate disks.
+        """
+        turn = 0 if self.rank == 0 else 1 if self.local_rank == 0 else 2
+        # A group of its own, for its time-out: preparing data may take hours, a hung gradient must not.
+        patient = None if self.mesh is None else dist.new_group(backend="gloo", timeout=timedelta(days=7))
+        for current in range(3):
+            if current == turn:
+                yield
+            if self.mesh is not None:
+                dist.barrier(patient)
+
+
+def layout(fsdp=False, replicas=1, tp=1, processes=None, **sizes):
+    """Mesh dimensions of a launch, outermost first: {} without torchrun, else for example {"shard": 4, "tp": 2}.
+
+    `processes`: how many there are, by default torchrun's WORLD_SIZE. `sizes`: the numbers that tensor parallelism
+    divides, by name (n_head=12). Raises ValueError before anything waits: call it as early as the numbers are known.
+    """
+    processes = processes or int(os.environ.get("WORLD_SIZE", 0))
+    size, model = max(1, processes), replicas * tp
+    asked = " ".join(["--fsdp"] * fsdp + [f"--replicas {replicas}"] * (replicas != 1) + [f"--tp {tp}"] * (tp != 1))
+    if min(replicas, tp) < 1:
+        raise ValueError(f"{asked}: expected --replicas and --tp to be at least 1")
+    if asked and not processes:
+        raise ValueError(f"{asked} needs several processes, found one without torchrun: run torchrun --standalone "
+                         f"--nproc_per_node={max(2, model)} {os.path.basename(sys.argv[0])} {asked}")
+    if replicas > 1 and not fsdp:
+        raise ValueError(f"--replicas {replicas} has no effect without --fsdp, whose shards it copies: add --fsdp, or "
+                         "drop --replicas (DDP has a replica on every process)")
+    if size % model:
+        raise ValueError(f"{size} processes do not divide into --replicas {replicas} x --tp {tp} = {model}: "
+                         f"start {max(model, size // model * model)}")
+    if tp > 1 and not fsdp and size != tp:
+        raise ValueError(f"--tp {tp} alone takes {tp} processes, found {size}: add --fsdp, or start {tp}")
+    for name, value in sizes.items():
+        if value % tp:
+            fitting = [n for n in range(1, tp) if not any(number % n for number in sizes.values())]
+            raise ValueError(f"{name} {value} is not divisible by --tp {tp}: take one of {fitting}")
+    if not processes:
+        return {}
+    if not fsdp:
+        return {"tp": tp} if tp > 1 else {"replicate": size}
+    shape = {"replicate": replicas, "shard": size // model, "tp": tp}
+    return {name: n for name, n in shape.items() if n > 1 or name == "shard"}
+
+
+def find_device(name="auto"):
+    """torch.device of this process: its LOCAL_RANK's GPU under torchrun. "auto": cuda, mps (alone) or cpu."""
+    local_rank, gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+    mps = torch.backends.mps.is_available()
+    if name == "auto":
+        name = "cuda" if gpus else "mps" if mps and os.environ.get("WORLD_SIZE", "1") == "1" else "cpu"
+    if name == "cuda" and local_rank >= gpus:
+        advice = f"start --nproc_per_node={gpus}" if gpus else "take --device cpu, or install torch with CUDA"
+        raise ValueError(f"--device cuda: process {local_rank} of this machine needs a GPU, found {gpus}: {advice}")
+    if name == "mps" and not mps:
+        raise ValueError("--device mps: this machine has none, take --device cpu")
+    return torch.device(name, local_rank) if name == "cuda" else torch.device(name)
+
+
+def start(device="auto", fsdp=False, replicas=1, tp=1, timeout=600, **sizes):
+    """Join the processes that torchrun started, without it alone -> World. `timeout`: seconds until a collective fails.
+
+    Everything is checked before the process group is awaited; raises ValueError. `sizes`: see `layout`.
+    """
+    shape, device = layout(fsdp, replicas, tp, **sizes), find_device(device)
+    if not shape:
+        return World(device)
+    cuda = device.type == "cuda"
+    if cuda:
+        torch.cuda.set_device(device)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout),
+                            device_id=device if cuda else None)
+    sys.excepthook = partial(leave, sys.excepthook)
+    return connect(shape, device)
+
+
+def connect(shape, device):
+    """World of the mesh dimensions `shape`, over all processes of the existing process group."""
+    mesh = dist.init_device_mesh(device.type, tuple(shape.values()), mesh_dim_names=tuple(shape))
+    if {"shard", "tp"} <= set(shape):
+        mesh["shard", "tp"]._flatten()  # DTensor finds it, and sums the gradient norm over both with one collective
+        # It warns where it cannot merge two gathers into one, as in Muon and when whole weights are exported.
+        logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
+    tp, rank, size = shape.get("tp", 1), dist.get_rank(), dist.get_world_size()
+    return World(device, rank, int(os.environ.get("LOCAL_RANK", 0)), size, rank // tp, size // tp, mesh)
+
+
+def leave(show, *error):
+    """Excepthook: print the traceback and end at once, for a tidy exit could wait for peers that wait for this process.
+
+    torchrun sees the exit code and ends the others.
+    """
+    show(*error)
+    sys.stderr.flush()
+    os._exit(1)
+
+
+def stop(world):
+    """Leave the process group. Call it when the function that held model and optimizer has returned.
+
+    gloo aborts about one exit in ten (code -6) while a wrapped model is alive, so garbage is collected first. After an
+    exception do not call it: the peers may be stuck in a collective, and `leave` ends this process without them.
+    """
+    world.entered.close()
+    if "torch._dynamo" in sys.modules:
+        torch._dynamo.reset()  # compiled code holds on to the model
+    gc.collect()
+    if world.mesh is not None:
+        dist.barrier()  # rank 0 hosts the store that the others still use
+        dist.destroy_process_group()
+
+
+# ---- the wrappers, in the order in which they must be applied ----
+
+def parallelize(raw, world, *, param_dtype=torch.float32, activation_checkpoint="none", compile=False, seed=0,
+                reshard_after_forward=True, cpu_offload=False):
+    """Take `raw`, a model on the meta device, to this process's share of it with initial weights -> the callable model.
+
+    `raw` stays the same object with the same parameter names, free of wrapper prefixes. Build the optimizer afterwards:
+    sharding replaces the parameters, and an optimizer built before it holds tensors that training never touches.
+    """
+    shard(raw, world, param_dtype, activation_checkpoint, compile, reshard_after_forward, cpu_offload)
+    materialize(raw, world.device, seed, cpu_offload)
+    model = torch.compile(raw) if compile and not (world.has("shard") or world.has("tp")) else raw
+    if world.has("replicate") and not world.has("shard"):
+        # Gradients that are views into the all-reduce's buckets save a copy of the model.
+        model = torch.nn.parallel.DistributedDataParallel(
+            model, device_ids=[world.device] if world.device.type == "cuda" else None,
+            process_group=world.mesh.get_group("replicate"), gradient_as_bucket_view=True)
+        model.broadcast_buffers = False  # they are constants; the argument of this name warns since torch 2.13
+    return model
+
+
+def shard(raw, world, param_dtype=torch.float32, activation_checkpoint="none", compile=False,
+          reshard_after_forward=True, cpu_offload=False):
+    """What happens on the meta device: tensor parallel -> activation checkpoint -> compile per block -> fully_shard.
+
+    Each step sees what the one before left: one graph per block holds the tensor-parallel collectives and the
+    checkpoint's recomputation, and FSDP2's hooks, which no graph can hold, stay outside.
+    """
+    if world.has("tp"):
+        tensor_parallel(raw, world)
+    for block in raw.blocks:
+        if activation_checkpoint != "none":
+            checkpoint_activations(block, selective=activation_checkpoint == "selective")
+        if compile and (world.has("shard") or world.has("tp")):
+            block.compile()  # in place: no `_orig_mod` in the names. All blocks share one compilation.
+    if world.has("shard"):
+        fully_shard_blocks(raw, world, param_dtype, reshard_after_forward, cpu_offload)
+
+
+# Module name -> style. Megatron's pairing (Shoeybi et al. 2019): a column-wise product leaves each process a share of
+# the heads or hidden units, the row-wise product after it sums over them: one collective for two matrices. Between the
+# pairs activations are sharded over the sequence (Korthikanti et al. 2022): norms and residuals cost 1/tp as much.
+PLAN = {
+    "embed": "table", "position": "positions", "norm": "norm", "head": "column",
+    "attn_norm": "norm", "q": "column", "k": "column", "v": "column", "q_norm": "heads", "k_norm": "heads", "o": "row",
+    "mlp_norm": "norm", "gate": "column", "up": "column", "down": "row",
+}
+
+
+def tensor_parallel(raw, world):
+    """Split every module named in PLAN over the mesh's "tp" dimension. Activations between blocks are (B, T/tp, C)."""
+    from torch.distributed.tensor import Replicate, Shard, parallel
+    styles = {
+        "column": [parallel.ColwiseParallel()],
+        "row": [parallel.RowwiseParallel(output_layouts=Shard(1))],  # a reduce-scatter over the sequence
+        "table": [parallel.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))],
+        "positions": [parallel.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0))],  # (T, C): no batch
+        # The norm works on T/tp tokens; its output is gathered once for all the products that read it.
+        "norm": [parallel.SequenceParallel(), parallel.PrepareModuleOutput(
+            output_layouts=Shard(1), desired_output_layouts=Replicate(), use_local_output=False)],
+        # (B, T, H/tp, D): as DTensors, or each process would keep the gradient of its own heads.
+        "heads": [parallel.SequenceParallel(sequence_dim=2, use_local_output=True)],
+    }
+    for name, module in list(raw.named_modules()):
+        for style in styles.get(PLAN.get(name.rpartition(".")[2]), []):
+            parallel.parallelize_module(module, world.mesh["tp"], style)
+    # Not the collective's pending result: a compiled block that is given one fails in backward (torch 2.13).
+    raw.embed.register_forward_hook(lambda module, inputs, output: output.clone())
+    # The logits stay sharded over the vocabulary: the softmax exchanges a maximum and a sum per token, not V logits.
+    world.entered.enter_context(parallel.loss_parallel())
+    # The caller gets a plain tensor again; a copy, because FSDP2 warns of views.
+    raw.register_forward_hook(lambda module, inputs, output: output.full_tensor().clone())
+
+
+def checkpoint_activations(block, selective):
+    """Keep only the block's input, recompute the rest in backward; `selective` also keeps matmul and attention outputs.
+
+    The function below must be a real one: of a functools.partial as `forward`, `block.compile()` captures no graph.
+    """
+    from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+    forward, recompute = block.forward, partial(checkpoint, use_reentrant=False)
+    if selective:
+        recompute = partial(recompute, context_fn=partial(create_selective_checkpoint_contexts, expensive_ops()))
+
+    def checkpointed(*inputs):
+        return recompute(forward, *inputs)
+    block.forward = checkpointed
+
+
+def expensive_ops():
+    """Operators whose outputs cost more to recompute than to keep: matrix products and every attention kernel."""
+    kernels = "flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu"
+    names = ["mm", "addmm", "bmm"] + [f"_scaled_dot_product_{kernel}" for kernel in kernels]
+    ops = [getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name)]
+    return ops + [torch.ops.higher_order.flex_attention] * hasattr(torch.ops.higher_order, "flex_attention")
+
+
+def fully_shard_blocks(raw, world, param_dtype, reshard_after_forward, cpu_offload):
+    """FSDP2 (ZeRO-3): each process keeps 1/shard of every parameter; a block is whole only while it computes.
+
+    Embedding, last norm and head stay with the root: both ends of the forward pass need them, and a tied pair in two
+    groups raises. On a ("replicate", "shard") mesh the same call is HSDP: sharded inside, all-reduced across.
+    """
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+    options = dict(
+        mesh=world.mesh["replicate", "shard"] if world.has("replicate") else world.mesh["shard"],
+        # Inputs keep their dtype: the rotary tables are fp32, and bf16 has 8 bits for an angle.
+        mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False),
+        offload_policy=CPUOffloadPolicy() if cpu_offload else OffloadPolicy())
+    blocks = list(raw.blocks)
+    for block in blocks:
+        # The last block is the first that backward needs: freed, it would be gathered again at once.
+        fully_shard(block, **options, reshard_after_forward=reshard_after_forward and block is not blocks[-1])
+    fully_shard(raw, **options, reshard_after_forward=False)
+    # Gather the next block while this one computes; by itself FSDP2 does so only when the CPU runs ahead of the GPU.
+    for block, following in zip([raw] + blocks, blocks):
+        block.set_modules_to_forward_prefetch([following])
+    for block, preceding in zip(blocks[1:], blocks):
+        block.set_modules_to_backward_prefetch([preceding])
+
+
+@torch.no_grad()
+def materialize(raw, device, seed, cpu_offload=False):
+    """Memory for this process's shards, then initial weights, the same in every layout, then buffers.
+
+    Each process draws one parameter after the other as a whole and keeps its own piece: nothing is communicated, and no
+    process ever holds more than one whole parameter.
+    """
+    raw.to_empty(device="cpu" if cpu_offload else device)
+    for name, parameter in raw.named_parameters():
+        parameter.copy_(share(raw.initial(name, seed), parameter))
+    raw.reset_buffers()
+    for module in raw.modules() if cpu_offload else []:
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(device))
+
+
+# ---- the optimizer step ----
+
+def accumulate(model, last):
+    """Call it before each micro-batch's forward: gradients are exchanged after the `last` one of a step alone.
+
+    Before the *forward*, where DDP reads its flag: set between forward and backward it gives wrong gradients.
+    """
+    if hasattr(model, "require_backward_grad_sync"):  # DDP
+        model.require_backward_grad_sync = last
+    elif hasattr(model, "set_requires_gradient_sync"):  # FSDP2
+        model.set_requires_gradient_sync(last)
+
+
+@torch.no_grad()
+def clip_grad_norm(parameters, max_norm):
+    """Scale the gradients to a global norm of at most `max_norm` (0: leave them) -> the norm before, a plain scalar."""
+    parameters = [p for p in parameters if p.grad is not None]
+    for p in parameters:
+        if hasattr(p.grad, "placements") and p.grad.placements != p.placements:
+            # A norm's weight: each tensor-parallel process has the gradient of its own tokens or heads.
+            p.grad = p.grad.redistribute(placements=p.placements)
+    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
+    norm = whole(norm)  # the one all-reduce
+    if max_norm:
+        torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
+    return norm
+
+
+def agree(scaler, optimizer):
+    """After `scaler.unscale_(optimizer)`: an overflow on one process is one on all, or only some would skip."""
+    if dist.is_initialized():
+        for found_inf in scaler._found_inf_per_device(optimizer).values():
+            dist.all_reduce(found_inf, dist.ReduceOp.MAX)
+
+
+def whole(tensor):
+    """The whole of a sharded tensor, on each process; a plain tensor as it is."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def share(tensor, like):
+    """This process's piece of a whole `tensor`, laid out as the parameter `like`; nothing is communicated."""
+    if not hasattr(like, "device_mesh"):
+        return tensor
+    from torch.distributed.tensor import distribute_tensor
+    return distribute_tensor(tensor, like.device_mesh, like.placements, src_data_rank=None)
+
+
+# ---- the planner ----
+
+# GPU -> memory (GB), dense bf16 TFLOP/s, and GB/s that one GPU sends to its neighbours in the machine and to other
+# machines. Vendors' figures: NVLink in one direction; a network port of 200 (A100) or 400 Gbit/s for each GPU.
+GPUS = {
+    "A100": (80, 312, 300, 25), "H100": (80, 989, 450, 50), "H200": (141, 989, 450, 50), "B200": (180, 2250, 900, 50),
+}
+EFFICIENCY = 0.5  # assumed share of that peak which the kernels of a block reach when they wait for nothing
+
+
+@contextmanager
+def pretend(shape):
+    """World of the mesh `shape` whose collectives do nothing: to build a launch of any size in one process."""
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=prod(shape.values()))
+    try:
+        yield connect(shape, torch.device("cpu"))
+    finally:
+        dist.destroy_process_group()
+
+
+def activation_elements(block, policy, tp=1):
+    """Elements that one token leaves in `block` for the backward pass under an activation checkpoint policy."""
+    linear = {name.rpartition(".")[2]: part for name, part in block.named_modules() if hasattr(part, "in_features")}
+    C, heads, hidden = linear["q"].in_features, linear["o"].in_features, linear["down"].in_features
+    columns = sum(part.out_features for name, part in linear.items() if PLAN[name] == "column")
+    if policy == "block":  # its input
+        return C / tp
+    if policy == "selective":  # and what the matrix products and the attention made
+        return C / tp + 2 * C + (columns + heads) / tp
+    # Both norms' inputs and outputs (whole under tp), products, attention, the activation function, the gated product.
+    return 2 * C / tp + 2 * C + (columns + heads + hidden * (1 + ("gate" in linear))) / tp
+
+
+def plan(build, gpus, fsdp=False, replicas=1, tp=1, micro_batch=1, seq_len=1024, activation_checkpoint="none",
+         accumulation=1, gpu="H100", chunk_bytes=2 ** 28, machine=8, **sizes):
+    """Predict a launch -> dict: memory and sent (bytes per GPU by purpose), seconds a step, mfu, tokens_per_s, fits.
+
+    `build()` makes the model, on the meta device; it is sharded as the launch would. Matrix products in bf16;
+    parameters, gradients and AdamW's moments in fp32; the loss in chunks of `chunk_bytes`. `machine`: GPUs that share
+    fast links. Raises ValueError where the layout is impossible, see `layout`.
+    """
+    shape = layout(fsdp, replicas, tp, gpus, seq_len=seq_len, **sizes)
+    with torch.device("meta"):
+        raw = build()
+    shards, recomputed = shape.get("shard", 1), activation_checkpoint == "block"
+    whole, blocks = raw.num_params(), [sum(p.numel() for p in block.parameters()) for block in raw.blocks]
+    root, tokens, layers = whole - sum(blocks), micro_batch * seq_len, len(blocks)
+    vocabulary, C = raw.embed.weight.shape
+    elements = layers * activation_elements(raw.blocks[0], activation_checkpoint, tp)
+    if activation_checkpoint != "none":
+        elements += activation_elements(raw.blocks[0], "none", tp)  # of the block that is being recomputed
+    flops = raw.flops_per_token(seq_len) * tokens * accumulation / tp
+    with pretend(shape) as world:
+        shard(raw, world)
+        kept = sum((p.to_local() if hasattr(p, "to_local") else p).numel() for p in raw.parameters())
+        world.entered.close()
+    memory = {
+        "parameters": 4 * kept,
+        # FSDP2 accumulates whole gradients, for it exchanges them with the last micro-batch alone.
+        "gradients": 4 * (whole // tp if fsdp and accumulation > 1 else kept),
+        "moments": 8 * kept,
+        # bf16 weights. FSDP2: root, last block, the block at work and the next one; otherwise autocast's copy of all.
+        "gathered": 2 * (root + min(3, layers) * max(blocks) if fsdp else whole) // tp,
+        # FSDP2: the bf16 gradients of the largest group, and the fp32 copy that goes into reduce-scatter.
+        "buffers": 6 * max(root, *blocks) // tp if fsdp else 0,
+        "activations": int(2 * tokens * elements),
+        "logits": int(3 * min(4 * tokens * vocabulary, chunk_bytes) / tp),  # bf16, fp32, and the gradients of both
+    }
+    memory["total"] = sum(memory.values())
+    limit, peak, inside, outside = GPUS[gpu]
+    sent = {  # a ring of n sends (n - 1) / n of a tensor to gather or to scatter it, twice that to all-reduce it
+        "shard": whole / tp * (1 - 1 / shards) * (4 * accumulation + 4),  # bf16 for forward, backward; fp32 gradients
+        "replicate": 2 * 4 * whole / tp / shards * (1 - 1 / shape.get("replicate", 1)),
+        # A gather and a scatter of (B, T, C) for each half of a block: forward, backward, again where it is recomputed.
+        "tp": 2 * tokens * C * (1 - 1 / tp) * layers * 4 * accumulation * (2 + recomputed),
+    }
+    spans = {"tp": tp, "shard": tp * shards, "replicate": gpus}  # GPUs over which neighbours in a dimension are spread
+    waits = {name: n / 1e9 / (inside if spans[name] <= machine else outside) for name, n in sent.items()}
+    compute = flops * (4 / 3 if recomputed else 1) / (peak * 1e12 * EFFICIENCY)
+    seconds = max(compute, waits["shard"] + waits["replicate"]) + waits["tp"]  # prefetch hides the former, nothing tp's
+    return dict(memory=memory, sent=sent, seconds=seconds, mfu=flops / seconds / (peak * 1e12),
+                tokens_per_s=tokens * accumulation * gpus / tp / seconds, fits=memory["total"] < 0.92e9 * limit)
+
+
+def smallest_change(predict, options):
+    """The fewest options to change (a dict) for `predict(**options)` to fit; None when none of those tried does."""
+    ladder = {"activation_checkpoint": ["selective", "block"], "fsdp": [True], "micro_batch": [1], "tp": [2, 4, 8],
+              "gpus": [options["gpus"] * 2, options["gpus"] * 4]}
+    steps = [(name, value) for name, values in ladder.items() for value in values if options[name] != value]
+    for change in (dict(change) for n in (1, 2, 3) for change in combinations(steps, n)):
+        try:
+            if predict(**{**options, **change})["fits"]:
+                return change
+        except ValueError:
+            pass  # does not divide
+    return None
+
+
+@dataclass
+class PlanConfig:
+    """Predict memory, traffic and speed of a launch, without a GPU."""
+    model: Annotated[str, "preset of model.py"] = "gpt2"
+    gpus: Annotated[int, "GPUs in all"] = 8
+    gpu: Annotated[Literal[tuple(GPUS)], "which"] = "H100"
+    fsdp: Annotated[bool, "shard parameters, gradients and moments (FSDP2)"] = False
+    replicas: Annotated[int, "copies of the sharded model (HSDP)"] = 1
+    tp: Annotated[int, "processes that split every layer (tensor parallel)"] = 1
+    micro_batch: Annotated[int, "sequences per device and forward"] = 1
+    accumulation: Annotated[int, "micro-batches per step"] = 1
+    seq_len: Annotated[int, "tokens a sequence has"] = 1024
+    activation_checkpoint: Annotated[Literal["none", "block", "selective"], "what forward keeps for backward"] = "none"
+
+
+def main():
+    """Print the plan of one launch."""
+    from model import CHUNK_BYTES, GPT, PRESETS, ModelConfig
+    from train import parse_args
+    options = vars(parse_args(PlanConfig, "distributed.py"))
+    name, gpu = options.pop("model"), options["gpu"]
+    try:
+        if name not in PRESETS:
+            raise ValueError(f"--model {name} is not a preset: take one of {', '.join(PRESETS)}")
+        config = ModelConfig(**PRESETS[name])
+        if options["seq_len"] > config.seq_len:
+            raise ValueError(f"--seq_len {options['seq_len']} is longer than the {config.seq_len} tokens of {name}")
+        predict = partial(plan, partial(GPT, config), chunk_bytes=CHUNK_BYTES,
+                          n_head=config.n_head, n_kv_head=config.n_kv_head)
+        found = predict(**options)
+        change = None if found["fits"] else smallest_change(predict, options)
+    except (ValueError, OSError, ImportError) as error:
+        sys.exit(f"distributed.py: {error}")
+    for unit, purposes in ("GB per GPU", found["memory"]), ("GB sent per GPU and step", found["sent"]):
+        for purpose, n in purposes.items():
+            print(f"{purpose:12s} {n / 1e9:9.2f} {unit}")
+    print(f"{'step':12s} {found['seconds']:9.3f} s: {found['tokens_per_s']:,.0f} tokens/s, MFU {found['mfu']:.0%}, "
+          f"if kernels reach {EFFICIENCY:.0%} of the peak")
+    verdict = "fits" if found["fits"] else f"does not fit; the smallest change that does: {change}"
+    print(f"{verdict} (one {gpu} has {GPUS[gpu][0]} GB, of which 8 % are left to the allocator and NCCL)")
+
+
+if __name__ == "__main__":
+    main()
