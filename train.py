@@ -1,0 +1,526 @@
+"""The main job: text in, a trained GPT out. The loop that glues the other files together.
+
+    python train.py                                              # a small model, on this machine, in about a minute
+    python train.py --data data/mine --model gpt2 --out out/mine # your data (see data.py), a published shape
+    torchrun --nproc_per_node=8 train.py --model gpt2            # the same run on eight GPUs
+
+Every number the loop needs follows from the flags, the seed and the step, so a run that was interrupted goes on exactly
+where it was: batches are a function of (seed, step), initial weights of (seed, name), dropout of (seed, step, rank).
+"""
+import time
+
+STARTED = time.perf_counter()  # elapsed_s counts from here: importing torch is part of what a user waits for
+
+import argparse
+import dataclasses
+import difflib
+import functools
+import json
+import math
+import os
+import shutil
+import signal
+import sys
+from pathlib import Path
+from types import SimpleNamespace, UnionType
+from typing import Annotated, Literal, get_args, get_origin, get_type_hints
+
+import torch
+
+import checkpoint
+import data
+import distributed
+import profile
+from model import GPT, PRESETS, ModelConfig
+
+
+@dataclasses.dataclass
+class TrainConfig:
+    """Train a GPT."""
+    data: Annotated[str, "folder of token shards, as data.py writes it; the default one prepares itself"] = "data/stdlib"
+    out: Annotated[str, "folder of the run: config, metrics, checkpoints"] = "out"
+    model: Annotated[Literal[tuple(PRESETS)], "preset; the next flags change single fields of it"] = "nano"
+    n_layer: Annotated[int | None, "blocks"] = None
+    n_head: Annotated[int | None, "query heads"] = None
+    n_kv_head: Annotated[int | None, "key/value heads, for grouped-query attention"] = None
+    n_embd: Annotated[int | None, "width"] = None
+    seq_len: Annotated[int | None, "tokens a training sequence has; default: the preset's, at most 4096"] = None
+    dropout: Annotated[float | None, "probability of dropping an activation or attention weight"] = None
+    steps: Annotated[int, "optimizer steps of the whole run"] = 600
+    batch_size: Annotated[int, "sequences per optimizer step, over all processes"] = 16
+    micro_batch: Annotated[int | None, "sequences per device and forward; default: all of the device's share, at most 32"] = None
+    optimizer: Annotated[Literal["adamw", "muon", "sgd"], "muon: for the hidden matrices, AdamW for the rest"] = "adamw"
+    lr: Annotated[float | None, "peak learning rate; default: 3e-3 up to width 256, then falling as 1 / width"] = None
+    warmup: Annotated[int, "steps over which the learning rate rises from 0"] = 20
+    schedule: Annotated[Literal["cosine", "wsd"], "wsd: warm-up, stable, then linear decay over the last half"] = "cosine"
+    weight_decay: Annotated[float, "decoupled decay of matrices; vectors are never decayed"] = 0.1
+    grad_clip: Annotated[float, "largest global gradient norm; 0: no clipping"] = 1.0
+    seed: Annotated[int, "of the initial weights, the order of the data, dropout"] = 1337
+    device: Annotated[Literal["auto", "cpu", "cuda", "mps"], "auto: the fastest there is"] = "auto"
+    dtype: Annotated[Literal["auto", "bf16", "fp16", "fp32"], "of the matrix products; auto: bf16 where it is fast"] = "auto"
+    compile: Annotated[Literal["auto", "on", "off"], "torch.compile; auto: on a GPU"] = "auto"
+    fsdp: Annotated[bool, "shard parameters, gradients and moments over the processes (FSDP2); default: replicate (DDP)"] = False
+    replicas: Annotated[int, "with --fsdp: copies of the sharded model, gradients are averaged across them (HSDP)"] = 1
+    tp: Annotated[int, "processes that share each matrix product (tensor parallel)"] = 1
+    activation_checkpoint: Annotated[Literal["none", "block", "selective"],
+                                     "recompute activations in backward; selective keeps matmul and attention outputs"] = "none"
+    attention: Annotated[Literal["sdpa", "reference"], "kernel; reference: the textbook formula, for learning"] = "sdpa"
+    save_every: Annotated[int, "steps between checkpoints, besides the one at the end; 0: none"] = 200
+    keep: Annotated[int, "newest checkpoints to keep"] = 2
+    async_save: Annotated[bool, "write checkpoints while training goes on"] = False
+    resume: Annotated[str, "auto: go on from the newest checkpoint in --out; never: start over; or a step"] = "auto"
+    eval_every: Annotated[int, "steps between evaluations, besides the one at the end; 0: none"] = 200
+    eval_tokens: Annotated[int, "tokens of an evaluation; 0: the whole validation split"] = 2 ** 16
+    log_every: Annotated[int, "steps between printed lines"] = 20
+
+    def __post_init__(self):
+        """Refuse what cannot work, before anything is read or started."""
+        for name in "steps", "batch_size", "keep", "log_every", "micro_batch", "seq_len":
+            if getattr(self, name) is not None and getattr(self, name) < 1:
+                raise ValueError(f"--{name} is {getattr(self, name)}, expected at least 1")
+        for name in "warmup", "weight_decay", "grad_clip", "save_every", "eval_every", "eval_tokens", "seed":
+            if not getattr(self, name) >= 0:
+                raise ValueError(f"--{name} is {getattr(self, name)}, expected 0 or more")
+        if self.lr is not None and not 0 < self.lr < math.inf:
+            raise ValueError(f"--lr is {self.lr}, expected a positive number")
+        if self.resume not in ("auto", "never") and not self.resume.isdecimal():
+            raise ValueError(f"--resume is {self.resume!r}, expected auto, never or the number of a step")
+        model_config(self, vocab_size=1)
+
+
+def parse_args(kind, prog, argv=None):
+    """Command line -> instance of dataclass `kind`, the single source of flags, types, defaults and help.
+
+    A field without default is a positional argument, a list takes the remaining ones, a bool makes --flag and --no_flag.
+    Hyphens and underscores are alike. Anything wrong, and any ValueError of the dataclass, is one line and exit code 2.
+    """
+    parser = argparse.ArgumentParser(prog, description=kind.__doc__, allow_abbrev=False)
+    parser.error = lambda message: parser.exit(2, f"{prog}: {message} (see {prog} --help)\n")
+    for field in dataclasses.fields(kind):
+        hint, text = get_args(get_type_hints(kind, include_extras=True)[field.name])
+        default = None if field.default is dataclasses.MISSING else field.default
+        options = dict(help=text + ("" if default is None else f" ({str(default).replace('%', '%%')})"))
+        if get_origin(hint) is Literal:
+            options["choices"] = get_args(hint)
+        elif hint is not bool:
+            options["type"] = get_args(hint)[0] if get_origin(hint) in (list, UnionType) else hint
+        if get_origin(hint) is list:
+            parser.add_argument(field.name, nargs="*", **options)
+        elif field.default is dataclasses.MISSING:
+            parser.add_argument(field.name, **options)
+        elif hint is bool:
+            parser.add_argument("--" + field.name, action="store_true", default=default, help=options["help"])
+            parser.add_argument("--no_" + field.name, dest=field.name, action="store_false", help=argparse.SUPPRESS)
+        else:
+            parser.add_argument("--" + field.name, default=default, metavar=field.name.upper(), **options)
+    argv = [underscored(word) for word in (sys.argv[1:] if argv is None else argv)]
+    values, unknown = parser.parse_known_args(argv)
+    if unknown:
+        flags = [flag for action in parser._actions for flag in action.option_strings]
+        near = difflib.get_close_matches(unknown[0].split("=")[0], flags, n=1)
+        parser.error(f"unknown argument {unknown[0]}" + (f", did you mean {near[0]}?" if near else ""))
+    try:
+        return kind(**vars(values))
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def underscored(word):
+    """--save-every=5 -> --save_every=5; values and positional arguments stay as they are."""
+    flag, equals, value = word.partition("=")
+    return flag.replace("-", "_").replace("__", "--", 1) + equals + value if word.startswith("--") and len(word) > 2 else word
+
+
+def model_config(config, vocab_size):
+    """The ModelConfig of preset and flags; raises ValueError where they do not make a network."""
+    fields = dict(PRESETS[config.model], vocab_size=vocab_size)
+    fields["seq_len"] = config.seq_len or min(fields["seq_len"], 4096)
+    for name in "n_layer", "n_head", "n_kv_head", "n_embd", "dropout":
+        if getattr(config, name) is not None:
+            fields[name] = getattr(config, name)
+    return ModelConfig(**fields)
+
+
+def learning_rate(step, config, peak):
+    """Learning rate of step 0 .. steps-1: a linear warm-up, then cosine to a tenth, or stable with linear decay to zero."""
+    if step < config.warmup:
+        return peak * (step + 1) / config.warmup
+    if config.schedule == "wsd":
+        return peak * min(1.0, (config.steps - step) / (config.steps - config.steps // 2))
+    progress = (step - config.warmup) / max(1, config.steps - config.warmup)
+    return peak * (0.55 + 0.45 * math.cos(math.pi * progress))
+
+
+class Muon(torch.optim.Muon):
+    """torch.optim.Muon (Jordan et al. 2024) for runs without bf16, and for sharded matrices.
+
+    torch's iteration always runs in bf16, which a CPU without the instructions computes a hundred times slower than fp32,
+    and on a sharded matrix communicates in each of its 15 products. Here it runs in `dtype`, on the whole matrix.
+    """
+
+    def __init__(self, parameters, dtype, **options):
+        super().__init__(parameters, **options)
+        self.dtype = dtype
+
+    @torch.no_grad()
+    def step(self, closure=None):
+        """p -= lr * 0.2 sqrt(max(rows, columns)) * orthogonalized Nesterov momentum, after decoupled weight decay.
+
+        The factor makes an update about as large as AdamW's (Liu et al. 2025, eq. 4), so that one learning rate serves both.
+        """
+        for group in self.param_groups:
+            for p in group["params"]:
+                if p.grad is None:
+                    continue
+                if not self.state[p]:
+                    self.state[p]["momentum_buffer"] = torch.zeros_like(p.grad)
+                momentum = self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
+                update = distributed.whole(p.grad.lerp(momentum, group["momentum"]))
+                update = distributed.share(newton_schulz(update.to(self.dtype), group["ns_steps"]).float(), p)
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.sub_(update, alpha=group["lr"] * 0.2 * max(p.shape) ** 0.5)
+
+
+def newton_schulz(x, steps):
+    """The nearest (semi-)orthogonal matrix to x, roughly: singular values of 0.7 to 1.2 (Jordan et al. 2024)."""
+    if x.size(0) > x.size(1):
+        return newton_schulz(x.T, steps).T
+    x = x / x.norm().clamp(min=1e-7)  # now no singular value exceeds 1, where the polynomial pulls them towards 1
+    for _ in range(steps):
+        gram = x @ x.T
+        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+    return x
+
+
+def build_optimizer(model, config, peak, dtype):
+    """List of optimizers that hold each parameter once; matrices are decayed, vectors (norms, biases) are not."""
+    hidden = [p for name, p in model.named_parameters() if p.dim() == 2 and name.startswith("blocks.")]
+    tables = [p for name, p in model.named_parameters() if p.dim() == 2 and not name.startswith("blocks.")]
+    vectors = [p for p in model.parameters() if p.dim() < 2]
+    groups = [dict(params=tables + ([] if config.optimizer == "muon" else hidden)), dict(params=vectors, weight_decay=0.0)]
+    options = dict(lr=peak, weight_decay=config.weight_decay)
+    if config.optimizer == "sgd":
+        return [torch.optim.SGD(groups, momentum=0.9, nesterov=True, **options)]
+    adamw = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True, **options)
+    if config.optimizer == "adamw":
+        return [adamw]
+    return [Muon(hidden, torch.bfloat16 if dtype == torch.bfloat16 else torch.float32, **options), adamw]
+
+
+def pick_dtype(name, device):
+    """(torch dtype of the matrix products, why): bf16 by default where it is fast; asked-for bf16 and fp16 are taken as asked."""
+    asked = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+    if name != "auto":
+        return asked[name], "as asked"
+    if device.type == "cuda":
+        fast, reason = torch.cuda.is_bf16_supported(including_emulation=False), "this GPU has"
+    elif device.type == "cpu":  # every CPU computes bf16, those without AVX512-BF16 or AMX a hundred times slower: ask by doing
+        fast, reason = faster_in_bf16(), "this CPU has"
+    else:
+        fast, reason = False, f"autocast on {device.type} has"
+    return (torch.bfloat16, f"{reason} fast bf16") if fast else (torch.float32, f"{reason} no fast bf16")
+
+
+def faster_in_bf16(size=256):
+    """Whether a matrix product takes less time in bf16 than in fp32 on the CPU (about 0.1 s to find out)."""
+    seconds = {}
+    for dtype in torch.float32, torch.bfloat16:
+        a = torch.ones(size, size, dtype=dtype)
+        a @ a  # the first call chooses and loads the kernel
+        start = time.perf_counter()
+        a @ a
+        seconds[dtype] = time.perf_counter() - start
+    return seconds[torch.bfloat16] < seconds[torch.float32]
+
+
+def pick_compile(name, device):
+    """(whether to compile, why not): torch.compile on the CPU fails at its first call where there is no C++ compiler."""
+    if name == "off" or name == "auto" and device.type != "cuda":
+        return False, "off" if name == "off" else "off by default without a GPU"
+    compilers = ["cl"] if os.name == "nt" else [os.environ.get("CXX", "g++"), "clang++"]
+    if not any(map(shutil.which, compilers)):
+        return False, f"off: no C++ compiler found (looked for {', '.join(compilers)}), install g++"
+    return True, "on"
+
+
+def pick_micro_batch(config, processes):
+    """Sequences per device and forward; raises ValueError where the global batch does not divide, naming what would."""
+    if config.batch_size % processes:
+        near = max(processes, round(config.batch_size / processes) * processes)
+        raise ValueError(f"--batch_size {config.batch_size} does not divide over {processes} processes: take {near}")
+    share = config.batch_size // processes
+    divisors = [n for n in range(1, share + 1) if share % n == 0]
+    if config.micro_batch and config.micro_batch not in divisors:
+        near = min(divisors, key=lambda n: abs(n - config.micro_batch))
+        raise ValueError(f"--micro_batch {config.micro_batch} does not divide the {share} sequences each process has of "
+                         f"--batch_size {config.batch_size}: take {near}")
+    return config.micro_batch or max(n for n in divisors if n <= 32)
+
+
+def open_metrics(path, step):
+    """out/metrics.jsonl, open for appending, without the lines after `step`: so no step is in it twice after a resume."""
+    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
+    path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    return open(path, "a", encoding="utf-8")
+
+
+def write_metrics(run, **values):
+    """Append one line of out/metrics.jsonl; what is not a number (NaN, unknown) is null."""
+    if run.world.writer:
+        numbers = {name: value if value is not None and math.isfinite(value) else None for name, value in values.items()}
+        run.metrics.write(json.dumps(numbers) + "\n")
+        run.metrics.flush()
+
+
+def watch_signals():
+    """List that fills with the signals that ask to stop (Ctrl-C, SIGTERM, Slurm's SIGUSR1); a second Ctrl-C leaves at once."""
+    caught = []
+
+    def note(number, frame):
+        if number == signal.SIGINT and number in caught:
+            os._exit(130)
+        caught.append(number)
+    for name in "SIGINT", "SIGTERM", "SIGUSR1":
+        if hasattr(signal, name):  # Windows has no SIGUSR1
+            signal.signal(getattr(signal, name), note)
+    return caught
+
+
+def setup(config):
+    """All that can fail before step 0 -> the run's parts. Raises ValueError, OSError or ImportError with one clear line."""
+    fields = model_config(config, vocab_size=1)
+    world = distributed.start(config.device, config.fsdp, config.replicas, config.tp, n_head=fields.n_head, n_kv_head=fields.n_kv_head)
+    say = functools.partial(print, flush=True) if world.writer else lambda *words: None
+    micro_batch = pick_micro_batch(config, world.data_size)
+    with world.first():
+        if config.data == TrainConfig.data and not os.path.exists(config.data):
+            say(f"{config.data} is not there yet: preparing the Python standard library's sources")
+            data.prepare([], config.data)
+    dataset = data.TokenDataset(config.data, "train", fields.seq_len, config.seed)
+    validation = data.TokenDataset(config.data, "val", fields.seq_len)
+    fields = model_config(config, dataset.meta["vocab_size"])
+    checkpointer, resuming = open_run(config, fields, dataset.meta, world, say)
+
+    dtype, why_dtype = pick_dtype(config.dtype, world.device)
+    compiled, why_compile = pick_compile(config.compile, world.device)
+    with torch.device("meta"):
+        raw = GPT(fields, config.attention)
+    model = distributed.parallelize(raw, world, param_dtype=dtype, activation_checkpoint=config.activation_checkpoint,
+                                    compile=compiled, seed=config.seed)
+    peak_lr = config.lr or 3e-3 * min(1.0, 256 / fields.n_embd)
+    optimizers = build_optimizer(raw, config, peak_lr, dtype)
+    scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
+    step, extra = checkpointer.load(raw, optimizers, explicit_step(config)) if resuming else (0, {})
+    scaler.load_state_dict(extra.get("scaler", {}))
+    peak, source = profile.peak_flops(world.device, dtype)
+    accumulation = config.batch_size // world.data_size // micro_batch
+
+    say(f"data      {config.data}: {dataset.tokens:,} tokens to train on, {validation.tokens:,} to validate, "
+        f"tokenizer {dataset.meta['tokenizer']} of {fields.vocab_size:,}")
+    say(f"model     {config.model}: {raw.num_params():,} parameters, {fields.n_layer} layers x {fields.n_embd}, "
+        f"sequences of {fields.seq_len}")
+    say(f"batch     {config.batch_size} sequences = {world.data_size} processes x {accumulation} micro-batches x {micro_batch}; "
+        f"{config.batch_size * fields.seq_len:,} tokens a step")
+    say(f"machine   {world.size} x {world.device.type}, {str(dtype)[6:]} ({why_dtype}), compile {why_compile}, "
+        f"peak {peak / 1e12:.2f} TFLOP/s ({source})")
+    say(f"optimizer {config.optimizer}, peak lr {peak_lr:.2e}, {config.schedule}; "
+        + (f"resumed at step {step} of {config.steps}" if resuming else f"{config.steps} steps from scratch"))
+    return SimpleNamespace(
+        config=config, world=world, say=say, dataset=dataset, validation=validation, micro_batch=micro_batch,
+        accumulation=accumulation, unsaved=False, raw=raw, model=model, optimizers=optimizers, scaler=scaler, peak_lr=peak_lr, step=step,
+        meter=profile.Meter(raw.flops_per_token(fields.seq_len), peak * world.size, world.device), checkpointer=checkpointer,
+        metrics=open_metrics(Path(config.out, "metrics.jsonl"), step) if world.writer else None,
+        autocast=torch.autocast(world.device.type, dtype, enabled=dtype != torch.float32))
+
+
+def explicit_step(config):
+    """The step that --resume asks for, or None for the newest."""
+    return int(config.resume) if config.resume.isdecimal() else None
+
+
+def open_run(config, fields, meta, world, say):
+    """Make the run's folder -> its Checkpointer, and whether there is something to resume.
+
+    Raises ValueError when the checkpoint is of another model or tokenizer. Other flags may change; that is said aloud.
+    """
+    out = Path(config.out)
+    if config.resume == "never" and world.writer and out.exists():
+        aside = next(path for n in range(1, 10 ** 6) if not (path := out.with_name(f"{out.name}.{n}")).exists())
+        out.rename(aside)
+        say(f"--resume never: the earlier run is now {aside}")
+    world.barrier()
+    checkpointer = checkpoint.Checkpointer(out, config.keep, config.async_save)
+    saved = checkpointer.read_extra(explicit_step(config))
+    if saved:
+        then, now = dict(saved["model"], tokenizer=saved["tokenizer"]), dict(dataclasses.asdict(fields), tokenizer=meta["tokenizer"])
+        for name in now:
+            if then.get(name) != now[name]:
+                raise ValueError(f"{out} holds a run with {name} {then.get(name)}, but the flags say {now[name]}: "
+                                 "use the same flags, another --out, or --resume never")
+        changed = [f"--{name} {saved['config'].get(name)} is now {value}" for name, value in dataclasses.asdict(config).items()
+                   if name not in ("resume", "out") and saved["config"].get(name) != value]
+        if changed:
+            say(f"note      since the checkpoint, {'; '.join(changed)}")
+    if world.writer:
+        out.mkdir(parents=True, exist_ok=True)
+        temporary = out / "config.json.tmp"
+        temporary.write_text(json.dumps(dict(config=dataclasses.asdict(config), model=dataclasses.asdict(fields),
+                                             tokenizer=meta["tokenizer"]), indent=2) + "\n", encoding="utf-8")
+        temporary.replace(out / "config.json")
+    return checkpointer, saved is not None
+
+
+def optimizer_step(run, batches, step):
+    """One optimizer step on one global batch -> (loss, gradient norm), fp32 tensors that nobody has waited for yet."""
+    rate = learning_rate(step, run.config, run.peak_lr)
+    torch.manual_seed((run.config.seed * 1_000_003 + step) * 65_537 + run.world.data_rank)  # dropout
+    micro = [run.meter.wait(batches) for _ in range(run.accumulation)]
+    targets = run.world.sum(sum((y != -100).sum() for _, y in micro))  # of the whole global batch
+    total = torch.zeros((), device=run.world.device)
+    for i, (x, y) in enumerate(micro):
+        distributed.accumulate(run.model, last=i == run.accumulation - 1)
+        with run.autocast:
+            # The wrappers average gradients over the data ranks: times their number, the mean is the sum again.
+            loss = run.model(x, y) * (run.world.data_size / targets)
+        run.scaler.scale(loss).backward()
+        total += loss.detach()
+    for optimizer in run.optimizers:
+        run.scaler.unscale_(optimizer)
+        distributed.agree(run.scaler, optimizer)
+    norm = distributed.clip_grad_norm(run.raw.parameters(), run.config.grad_clip)
+    for optimizer in run.optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = rate
+        run.scaler.step(optimizer)
+        optimizer.zero_grad()
+    run.scaler.update()
+    return run.world.sum(total) / run.world.data_size, norm
+
+
+@torch.no_grad()
+def evaluate(run):
+    """Loss in nats and bits per byte over fixed windows of the validation split, the same in every layout and every time."""
+    world, batch, windows = run.world, run.micro_batch, run.validation.windows
+    if run.config.eval_tokens:
+        windows = min(windows, math.ceil(run.config.eval_tokens / run.raw.config.seq_len))
+    run.model.eval()
+    total, targets = torch.zeros(2, device=world.device, dtype=torch.float64)
+    for first in range(0, windows, batch * world.data_size):
+        # Past the end: a window without targets, so that all processes make the same number of equally large calls.
+        mine = range(first + world.data_rank * batch, first + (world.data_rank + 1) * batch)
+        pairs = [run.validation.fixed(min(i, windows - 1)) for i in mine]
+        x = torch.stack([x for x, _ in pairs]).to(world.device)  # (B, T)
+        y = torch.stack([y if i < windows else torch.full_like(y, -100) for i, (_, y) in zip(mine, pairs)]).to(world.device)
+        with run.autocast:
+            total += run.model(x, y)
+        targets += (y != -100).sum()
+    run.model.train()
+    loss = (world.sum(total) / world.sum(targets)).item()
+    meta = run.validation.meta
+    per_byte = meta["val_tokens"] / meta["val_bytes"] if meta.get("val_bytes") else None
+    return dict(val_loss=loss, val_bpb=per_byte and loss / math.log(2) * per_byte)
+
+
+def evaluate_and_report(run, step):
+    """Evaluate, write the metrics line, print it."""
+    values, elapsed = evaluate(run), time.perf_counter() - STARTED
+    write_metrics(run, step=step, **values, elapsed_s=elapsed)
+    bits = f" = {values['val_bpb']:.4f} bits per byte" if values["val_bpb"] else ""
+    run.say(f"step {step}  validation loss {values['val_loss']:.4f} nats{bits}  {elapsed:.0f} s")
+
+
+def report(run, pending):
+    """Write the metrics of the steps in `pending`, [(step, loss, norm, elapsed)], print the last one's, and empty it."""
+    tokens = run.config.batch_size * run.raw.config.seq_len
+    speed = run.meter.read(tokens * len(pending))
+    speed["data_wait_s"] /= len(pending)
+    for step, loss, norm, elapsed in pending:
+        values = dict(step=step, loss=loss.item(), lr=learning_rate(step - 1, run.config, run.peak_lr), grad_norm=norm.item(),
+                      tokens=step * tokens, **speed, elapsed_s=elapsed)
+        write_metrics(run, **values)
+    pending.clear()
+    run.say(f"step {step:>{len(str(run.config.steps))}}/{run.config.steps}  loss {values['loss']:.4f}  lr {values['lr']:.2e}  "
+            f"norm {values['grad_norm']:.2f}  {speed['tokens_per_s']:,.0f} tokens/s  MFU {speed['mfu']:.0%}  {elapsed:.0f} s")
+
+
+def save(run, step):
+    """Write a checkpoint of `step`; all else that a resumed run needs follows from the step."""
+    extra = dict(config=dataclasses.asdict(run.config), model=dataclasses.asdict(run.raw.config),
+                 tokenizer=run.dataset.meta["tokenizer"], scaler=run.scaler.state_dict(),
+                 tokens=step * run.config.batch_size * run.raw.config.seq_len)
+    run.unsaved = False
+    guard(run, run.checkpointer.save, step, run.raw, run.optimizers, extra)
+
+
+def guard(run, write, *args):
+    """Call `write`. A full disk costs that checkpoint and no more: older ones stay, and the next save tries again."""
+    try:
+        write(*args)
+    except OSError as error:
+        run.unsaved = True
+        run.say(f"not saved: {error}")
+
+
+def show_sample(run, tokens=200):
+    """Print how the model continues the validation text. Every process computes it, for the model may be sharded."""
+    if run.dataset.meta["tokenizer"] is None:
+        return run.say("no sample: meta.json names no tokenizer")
+    tokenizer = data.load_tokenizer(run.dataset.meta["tokenizer"], run.config.data)
+    prompt = run.validation.fixed(0)[0][:min(32, run.raw.config.seq_len // 2)].tolist()
+    if run.raw.position is not None:
+        tokens = min(tokens, run.raw.config.seq_len - len(prompt))
+    run.raw.eval()
+    with run.autocast:
+        new, = run.raw.generate([prompt], tokens, temperature=0.8, seed=run.config.seed)
+    run.say(f"---- sample: {tokenizer.decode(prompt)!r} goes on ----\n{tokenizer.decode(new)}\n----")
+
+
+def train(config):
+    """Run the whole job that `config` describes -> exit code: 0 complete, 1 not saved, 128 + signal when asked to stop."""
+    try:
+        run = setup(config)
+    except (ValueError, OSError, ImportError) as error:
+        raise SystemExit(f"train.py: {error}") from None
+    say, step = run.say, run.step
+    if step >= config.steps:
+        say(f"{config.out} is complete at step {step}. Go on: --steps {2 * step}. Sample: python model.py {config.out}. "
+            "Start over: --resume never")
+        return 0
+    batches = data.batches(run.dataset, step, config.batch_size, run.micro_batch, run.world.data_rank, run.world.data_size,
+                           run.world.device)
+    signals, stopping, pending = watch_signals(), False, []
+    run.meter.start()
+    while step < config.steps and not stopping:
+        loss, norm = optimizer_step(run, batches, step)
+        step += 1
+        pending.append((step, loss, norm, time.perf_counter() - STARTED))
+        stopping = run.world.any(bool(signals))  # a signal may have reached one process alone
+        last = stopping or step == config.steps
+        log, check, keep = (last or every and step % every == 0 for every in (config.log_every, config.eval_every, config.save_every))
+        if log or check or keep:
+            report(run, pending)
+        if check and not stopping:
+            evaluate_and_report(run, step)
+        if keep:
+            save(run, step)
+        guard(run, run.checkpointer.check)
+        if check or keep:
+            run.meter.start()
+    guard(run, run.checkpointer.finish)
+    if stopping:
+        number = signals[0] if signals else signal.SIGTERM
+        say(f"stopped at step {step} by {signal.Signals(number).name}: the same command goes on from there")
+        return 128 + number
+    show_sample(run)
+    say(f"{config.out} is complete at step {step}. Sample: python model.py {config.out} \"...\". Go on: --steps {2 * step}. "
+        "Scale up: torchrun --nproc_per_node=8 train.py --model gpt2")
+    return int(run.unsaved)
+
+
+def main():
+    sys.exit(train(parse_args(TrainConfig, "train.py")))
+
+
+if __name__ == "__main__":
+    main()
