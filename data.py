@@ -17,12 +17,14 @@ import io
 import itertools
 import json
 import math
+import multiprocessing
 import os
 import secrets
 import shutil
 import struct
 import sys
 import sysconfig
+import threading
 import zlib
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -57,8 +59,8 @@ def load_tokenizer(name, folder=None):
                           " online, set TIKTOKEN_CACHE_DIR to a folder that has it, or use --tokenizer bytes, which "
                           "needs neither") from None
     else:
-        known = ", ".join(["bytes", *tiktoken.list_encoding_names()])
-        raise ValueError(f"unknown tokenizer {name}; known: {known}; --train_bpe N makes your own")
+        known = ", ".join(tiktoken.list_encoding_names())
+        raise ValueError(f"unknown tokenizer {name}; known: bytes, {known}; --train_bpe N makes your own")
     return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": len(ranks)})
 
 
@@ -101,8 +103,8 @@ def find_files(sources):
         elif os.path.isdir(source):
             found = walk(source)
             texts = list(filter(is_text, found))
-            print(f"{source}: {len(texts)} text files; {len(found) - len(texts)} binary ones are left out")
             files += texts
+            print(f"{source}: {len(texts)} text files; {len(found) - len(texts)} binary ones are left out")
         elif not os.path.isfile(source):
             raise FileNotFoundError(f"{source} is neither a file nor a folder (nor hf:NAME, nor - for standard input)")
         elif not is_text(source):
@@ -157,8 +159,7 @@ def read_table(file, text_key):
         for row in open_table(file):
             text = row.get(text_key) if isinstance(row, dict) else None
             if not isinstance(text, str):
-                found = list(row) if isinstance(row, dict) else type(row).__name__
-                raise ValueError(f"no text under --text_key {text_key}, found {found}")
+                raise ValueError(f"no text under --text_key {text_key} in {str(row)[:200]}")
             # JSON can hold half a character (\ud800), which no tokenizer takes: it becomes "?"
             yield text.encode("utf-8", "replace").decode("utf-8")
             number += 1
@@ -241,15 +242,22 @@ class Encoder:
 
     def encode(self, split, entries):
         """(split, its token ids, its size in UTF-8 bytes, the last document that began)."""
-        ids, size, last = [np.array([], self.dtype)], 0, 0
+        ids = [np.array([], self.dtype)]
         for _, number, text in entries:
-            raw = text.encode("utf-8")
+            if number:
+                ids.append([self.encoding.eot_token])
             # bytes are their own ids: without a list of Python integers between, they go ten times as fast
-            tokens = np.frombuffer(raw, "u1") if self.encoding.name == "bytes" else self.encoding.encode_ordinary(text)
-            ids += [[self.encoding.eot_token] if number else [], tokens]
-            size += len(raw)
-            last = number or last
+            is_bytes = self.encoding.name == "bytes"
+            ids.append(np.frombuffer(text.encode(), "u1") if is_bytes else self.encoding.encode_ordinary(text))
+        size = sum(len(text.encode()) for *_, text in entries)
+        last = max((number for _, number, _ in entries), default=0)
         return split, np.concatenate([np.asarray(part, self.dtype) for part in ids]), size, last
+
+
+def follow_parent(_):
+    """In a tokenizer process: when its parent is killed it ends too, rather than wait for ever to hand over tokens."""
+    parent = multiprocessing.parent_process()
+    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
 
 
 # ---- tokens -> shards ------------------------------------------------------------------------------------------------
@@ -277,7 +285,7 @@ def prepare(sources, out, tokenizer="bytes", val_fraction=0.1, shard_tokens=100_
         raise ValueError(f"--train_bpe {train_bpe} makes the tokenizer, of 257 ids or more: no --tokenizer {tokenizer}")
     out = Path(out).resolve()  # a link may lead to another disk, and `stage` has to be on the same one
     refuse_existing(out)
-    load_tokenizer(tokenizer)
+    load_tokenizer(tokenizer)  # for its error alone: the file it may need is cached from here on
     files = find_files(sources)
     for file in filter(is_table, files):
         next(read_table(file, text_key), None)  # a missing package, key or network shows with the first row
@@ -320,8 +328,9 @@ def tokenize(corpus, folder, tokenizer, shard_tokens, workers):
             "train_tokens": 0, "val_tokens": 0, "train_bytes": 0, "val_bytes": 0, "documents": 0}
     if workers is None:  # bytes go through one process faster than through a pipe to others
         workers = 0 if tokenizer == "bytes" else getattr(os, "process_cpu_count", os.cpu_count)()
-    # the texts are the "indices": DataLoader draws few ahead of its processes, so memory stays flat, and keeps the order
-    loader = DataLoader(encoder, batch_size=BATCH, sampler=corpus, num_workers=workers, collate_fn=list)
+    # the texts are the "indices": DataLoader draws few ahead of its processes, so memory stays flat, and keeps order
+    loader = DataLoader(encoder, batch_size=BATCH, sampler=corpus, num_workers=workers, collate_fn=list,
+                        worker_init_fn=follow_parent)
     try:
         with tqdm(unit=" tokens", unit_scale=True, disable=None) as bar:
             for split, ids, size, number in itertools.chain.from_iterable(loader):
@@ -385,10 +394,10 @@ def permute(i, n, key):
     side = math.isqrt(n - 1) + 1
     while True:
         left, right = divmod(i, side)
-        for turn in range(4):
+        for turn in range(4):  # three already pass for random in one direction, four in both
             left, right = right, (left + mix(key + 4 * right + turn)) % side
         i = left * side + right
-        if i < n:
+        if i < n:  # the chance is n / side ** 2, and that is above 1/2 but for the smallest n
             return i
 
 
@@ -490,7 +499,7 @@ def map_shard(path, dtype, offset, tokens):
 def micro_batches(step, batch_size, micro_batch, rank, world):
     """Yields ranges of stream indices. Step s is windows [s * batch_size, (s + 1) * batch_size) of the stream whatever
     the layout; ranks and micro-steps only divide it."""
-    share = batch_size // world
+    share = batch_size // world  # consecutive, so that the ranks' shares one after another are the global batch
     for first in itertools.count(step * batch_size + rank * share, batch_size):
         for i in range(first, first + share, micro_batch):
             yield range(i, i + micro_batch)
@@ -532,7 +541,7 @@ class DataConfig:
 
 def main():
     """`python data.py`: prepares a data set and says what to type next."""
-    from train import parse_args
+    from train import parse_args  # here alone: everything above can be lifted into another project as it is
 
     config = parse_args(DataConfig, "data.py")
     try:

@@ -426,11 +426,12 @@ SMALL = ["--n_layer=2", "--n_embd=32", "--n_head=2", "--seq_len=32", "--batch_si
          "--log_every=5", "--eval_tokens=640"]
 
 
-def train_here(*flags):
+def train_here(*flags, catch=True):
     """train.py in this process -> (exit code, output); the signal handlers are put back."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        return exit_of(lambda: sys.exit(train_file.train(train_file.parse_args(TrainConfig, "train.py", [*SMALL, *flags]))))
+        config = train_file.parse_args(TrainConfig, "train.py", [*SMALL, *flags])
+        return exit_of(lambda: sys.exit(train_file.train(config))) if catch else train_file.train(config)
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
@@ -518,7 +519,7 @@ def test_evaluation_gives_the_same_value_twice_and_for_any_micro_batch():
         args = [f"--data={d}/data", f"--out={d}/out", "--steps=1"]
         config = train_file.parse_args(TrainConfig, "train.py", [*SMALL, *args])
         with contextlib.redirect_stdout(io.StringIO()):
-            run = train_file.setup(config)
+            run = train_file.setup(config, distributed.start("cpu"), 8)
         first = train_file.evaluate(run)
         assert train_file.evaluate(run) == first
         for micro_batch in 1, 3:
@@ -527,17 +528,22 @@ def test_evaluation_gives_the_same_value_twice_and_for_any_micro_batch():
 
 
 def test_wrong_input_to_training_is_one_line():
-    """Mistakes are found before step 0, with exit code 1, and no traceback."""
+    """Mistakes are found before step 0: exit code 2 for flags, 1 for files, one line with both values, nothing written."""
     with folder() as d:
         data.prepare([model_file.__file__], d / "data")
         (d / "file").write_text("")
-        for flags, words in [(["--data=nowhere"], "nowhere data.py"), (["--seq_len=4096", "--n_layer=1"], "--seq_len 4096"),
-                             (["--micro_batch=3"], "--micro_batch 3 take"), ([f"--out={d}/file"], "file"),
-                             (["--resume=7"], "7"), (["--optimizer=muon", "--device=cuda"], "cuda")]:
-            if "cuda" in words and torch.cuda.is_available():
-                continue
-            output = run_python(train_file.__file__, *SMALL, f"--data={d}/data", f"--out={d}/out", "--steps=3", *flags, code=1)
-            assert "Traceback" not in output and all(word in output.splitlines()[-1] for word in words.split()), output
+        flags = [f"--data={d}/data", f"--out={d}/out", "--steps=3"]
+        for wrong, expected, words in [
+                (["--micro_batch=3"], 2, "--micro_batch 3 --batch_size 8 take"), (["--fsdp"], 2, "--fsdp torchrun"),
+                (["--tp=2"], 2, "--tp 2 torchrun"), (["--replicas=2"], 2, "--replicas 2"), (["--data=nowhere"], 1, "nowhere data.py"),
+                (["--seq_len=100000"], 1, "--seq_len 100000"), ([f"--out={d}/file"], 1, "file"), (["--resume=7"], 1, "7")]:
+            code, output = exit_of(lambda: train_here(*flags, *wrong, catch=False))
+            line = output if expected == 2 else str(code)
+            assert code == 2 if expected == 2 else isinstance(code, str), (code, output)  # Python prints a string and exits with 1
+            assert line.strip().count("\n") == 0 and all(word in line for word in words.split()), (wrong, line)
+            assert not (d / "out").exists(), wrong
+        output = run_python(train_file.__file__, "--data=nowhere", code=1)
+        assert output.count("\n") == 1 and output.startswith("train.py: nowhere"), output
 
 
 def test_profile_leaves_the_standard_library_alone():

@@ -287,12 +287,10 @@ def watch_signals():
     return caught
 
 
-def setup(config):
+def setup(config, world, micro_batch):
     """All that can fail before step 0 -> the run's parts. Raises ValueError, OSError or ImportError with one clear line."""
     fields = model_config(config, vocab_size=1)
-    world = distributed.start(config.device, config.fsdp, config.replicas, config.tp, n_head=fields.n_head, n_kv_head=fields.n_kv_head)
     say = functools.partial(print, flush=True) if world.writer else lambda *words: None
-    micro_batch = pick_micro_batch(config, world.data_size)
     with world.first():
         if config.data == TrainConfig.data and not os.path.exists(config.data):
             say(f"{config.data} is not there yet: preparing the Python standard library's sources")
@@ -478,11 +476,27 @@ def show_sample(run, tokens=200):
 
 def train(config):
     """Run the whole job that `config` describes -> exit code: 0 complete, 1 not saved, 128 + signal when asked to stop."""
+    fields = model_config(config, vocab_size=1)
     try:
-        run = setup(config)
+        world = distributed.start(config.device, config.fsdp, config.replicas, config.tp,
+                                  n_head=fields.n_head, n_kv_head=fields.n_kv_head, seq_len=fields.seq_len)
+        micro_batch = pick_micro_batch(config, world.data_size)
+    except ValueError as error:  # flags that do not go together: a mistake of usage
+        print(f"train.py: {error}", file=sys.stderr)
+        raise SystemExit(2) from None
+    try:
+        run = setup(config, world, micro_batch)
     except (ValueError, OSError, ImportError) as error:
         raise SystemExit(f"train.py: {error}") from None
-    say, step = run.say, run.step
+    code = loop(run)
+    del run  # the process group is left without a model, see `stop`
+    distributed.stop(world)
+    return code
+
+
+def loop(run):
+    """The training loop, from the run's step to the last one, and the sample at its end -> exit code."""
+    config, say, step = run.config, run.say, run.step
     if step >= config.steps:
         say(f"{config.out} is complete at step {step}. Go on: --steps {2 * step}. Sample: python model.py {config.out}. "
             "Start over: --resume never")
