@@ -20,18 +20,19 @@ def causal(b, h, q_idx, kv_idx):
 
 
 def dense(predicate, queries, keys, device):
-    """Predicate -> bool mask (1, 1, T, S), True where attention is allowed. The queries are the *last* T of S positions."""
+    """Predicate -> bool mask (1, 1, T, S), True where attention is allowed; the queries are the *last* T positions."""
     kv_idx = torch.arange(keys, device=device)
     q_idx = torch.arange(keys - queries, keys, device=device)[:, None]
     return predicate(0, 0, q_idx, kv_idx)[None, None]  # (1, 1, T, S)
 
 
 def reference(q, k, v, mask, dropout=0.0):
-    """softmax(q k^T / sqrt(D)) v with all scores in memory: q (B, H, T, D), k and v (B, K, S, D), mask broadcasts to (B, H, T, S)."""
-    groups = q.size(1) // k.size(1)  # grouped-query attention: `groups` neighbouring query heads share one key/value head
+    """softmax(q k^T / sqrt(D)) v with all scores in memory; shapes as for `attend`."""
+    groups = q.size(1) // k.size(1)  # grouped-query attention: so many neighbouring query heads share a key/value head
     k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)  # (B, H, S, D)
     scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))  # (B, H, T, S)
-    weights = scores.masked_fill(~mask, float("-inf")).softmax(dim=-1, dtype=torch.promote_types(q.dtype, torch.float32))
+    scores = scores.masked_fill(~mask, float("-inf"))
+    weights = scores.softmax(dim=-1, dtype=torch.promote_types(q.dtype, torch.float32))
     return F.dropout(weights, dropout).to(v.dtype) @ v  # (B, H, T, D)
 
 
@@ -45,7 +46,7 @@ def attend(q, k, v, mask=None, backend="sdpa", dropout=0.0):
     if backend == "reference":
         mask = dense(causal, queries, keys, q.device) if mask is None else mask
         return reference(q, k, v, mask, dropout)
-    # `is_causal` aligns its triangle to the top left: right for T == S alone. With a cache there are fewer queries than
+    # `is_causal` aligns its triangle to the top left: right for T == S alone. A cache has fewer queries than
     # keys, and the newest query would see only the first key; one query sees everything and needs no mask at all.
     if mask is None and 1 < queries < keys:
         mask = dense(causal, queries, keys, q.device)
@@ -54,11 +55,11 @@ def attend(q, k, v, mask=None, backend="sdpa", dropout=0.0):
 
 
 class KVCache:
-    """Keys and values of the tokens seen so far: for each of `layers`, tensors (B, K, S, D), made when the first keys come.
+    """Keys and values of the tokens seen so far: for each of `layers`, tensors (B, K, S, D), made with the first keys.
 
-    When more than S = `capacity` tokens have come, the newest overwrites the oldest (a ring): attention does not mind the
-    order of its keys, and RoPE has already put the position into each of them. `padding` (B,) counts the filler tokens
-    in front of each prompt of a batch of unequal lengths; nobody looks at those.
+    When more than S = `capacity` tokens have come, the newest overwrites the oldest (a ring): attention does not mind
+    the order of its keys, and RoPE has put the position into each of them. `padding` (B,) counts the filler tokens in
+    front of each prompt of a batch of unequal lengths; nobody looks at those.
     """
 
     def __init__(self, layers, capacity, padding=None):
@@ -72,7 +73,7 @@ class KVCache:
         if end > self.capacity:
             raise ValueError(f"{k.size(2)} tokens do not fit at position {start} of a cache of {self.capacity}: "
                              "past its end, feed one token at a time")
-        if self.keys[layer] is None:  # only now are the number of heads (tensor parallel) and the dtype (autocast) known
+        if self.keys[layer] is None:  # only now the number of heads (tensor parallel) and dtype (autocast) are known
             self.keys[layer], self.values[layer] = (x.new_zeros(*x.shape[:2], self.capacity, x.size(3)) for x in (k, v))
         self.keys[layer][:, :, start:end] = k
         self.values[layer][:, :, start:end] = v
@@ -80,7 +81,7 @@ class KVCache:
         return self.keys[layer][:, :, :stored], self.values[layer][:, :, :stored]
 
     def mask(self, queries):
-        """Who may look at whom when `queries` more tokens come: bool (B, 1, T, S), or None where plain causal says it."""
+        """Who may look at whom when `queries` more tokens come: bool (B, 1, T, S), or None where causal says it."""
         if self.padding is None:
             return None
         total = self.length + queries

@@ -186,14 +186,14 @@ def stop(world):
 # ---- the wrappers, in the order in which they must be applied ----
 
 def parallelize(raw, world, *, param_dtype=torch.float32, activation_checkpoint="none", compile=False, seed=0,
-                reshard_after_forward=True, cpu_offload=False):
+                reshard_after_forward=True):
     """Take `raw`, a model on the meta device, to this process's share of it with initial weights -> the callable model.
 
     `raw` stays the same object with the same parameter names, free of wrapper prefixes. Build the optimizer afterwards:
     sharding replaces the parameters, and an optimizer built before it holds tensors that training never touches.
     """
-    shard(raw, world, param_dtype, activation_checkpoint, compile, reshard_after_forward, cpu_offload)
-    materialize(raw, world.device, seed, cpu_offload)
+    shard(raw, world, param_dtype, activation_checkpoint, compile, reshard_after_forward)
+    materialize(raw, world.device, seed)
     model = torch.compile(raw) if compile and not (world.has("shard") or world.has("tp")) else raw
     if world.has("replicate") and not world.has("shard"):
         # Gradients that are views into the all-reduce's buckets save a copy of the model.
@@ -205,7 +205,7 @@ def parallelize(raw, world, *, param_dtype=torch.float32, activation_checkpoint=
 
 
 def shard(raw, world, param_dtype=torch.float32, activation_checkpoint="none", compile=False,
-          reshard_after_forward=True, cpu_offload=False):
+          reshard_after_forward=True):
     """What happens on the meta device: tensor parallel -> activation checkpoint -> compile per block -> fully_shard.
 
     Each step sees what the one before left: one graph per block holds the tensor-parallel collectives and the
@@ -219,7 +219,7 @@ def shard(raw, world, param_dtype=torch.float32, activation_checkpoint="none", c
         if compile and (world.has("shard") or world.has("tp")):
             block.compile()  # in place: no `_orig_mod` in the names. All blocks share one compilation.
     if world.has("shard"):
-        fully_shard_blocks(raw, world, param_dtype, reshard_after_forward, cpu_offload)
+        fully_shard_blocks(raw, world, param_dtype, reshard_after_forward)
 
 
 # Module name -> style. Megatron's pairing (Shoeybi et al. 2019): a column-wise product leaves each process a share of
@@ -280,18 +280,17 @@ def expensive_ops():
     return ops + [torch.ops.higher_order.flex_attention] * hasattr(torch.ops.higher_order, "flex_attention")
 
 
-def fully_shard_blocks(raw, world, param_dtype, reshard_after_forward, cpu_offload):
+def fully_shard_blocks(raw, world, param_dtype, reshard_after_forward):
     """FSDP2 (ZeRO-3): each process keeps 1/shard of every parameter; a block is whole only while it computes.
 
     Embedding, last norm and head stay with the root: both ends of the forward pass need them, and a tied pair in two
     groups raises. On a ("replicate", "shard") mesh the same call is HSDP: sharded inside, all-reduced across.
     """
-    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
     options = dict(
         mesh=world.mesh["replicate", "shard"] if world.has("replicate") else world.mesh["shard"],
         # Inputs keep their dtype: the rotary tables are fp32, and bf16 has 8 bits for an angle.
-        mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False),
-        offload_policy=CPUOffloadPolicy() if cpu_offload else OffloadPolicy())
+        mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False))
     blocks = list(raw.blocks)
     for block in blocks:
         # The last block is the first that backward needs: freed, it would be gathered again at once.
@@ -305,19 +304,16 @@ def fully_shard_blocks(raw, world, param_dtype, reshard_after_forward, cpu_offlo
 
 
 @torch.no_grad()
-def materialize(raw, device, seed, cpu_offload=False):
+def materialize(raw, device, seed):
     """Memory for this process's shards, then initial weights, the same in every layout, then buffers.
 
     Each process draws one parameter after the other as a whole and keeps its own piece: nothing is communicated, and no
     process ever holds more than one whole parameter.
     """
-    raw.to_empty(device="cpu" if cpu_offload else device)
+    raw.to_empty(device=device)
     for name, parameter in raw.named_parameters():
         parameter.copy_(share(raw.initial(name, seed), parameter))
     raw.reset_buffers()
-    for module in raw.modules() if cpu_offload else []:
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to(device))
 
 
 # ---- the optimizer step ----
@@ -350,7 +346,7 @@ def clip_grad_norm(parameters, max_norm):
 
 def agree(scaler, optimizer):
     """After `scaler.unscale_(optimizer)`: an overflow on one process is one on all, or only some would skip."""
-    if dist.is_initialized():
+    if dist.is_initialized() and scaler.is_enabled():
         for found_inf in scaler._found_inf_per_device(optimizer).values():
             dist.all_reduce(found_inf, dist.ReduceOp.MAX)
 

@@ -1,16 +1,18 @@
 """The network: one GPT that is two families, chosen by the fields of `ModelConfig`.
 
 Llama/Qwen: RMSNorm, rotary positions (RoPE), SwiGLU, grouped-query attention, no biases. GPT-2: LayerNorm, learned
-positions, GELU, biases. Parameters are fp32; `torch.autocast` around `forward` chooses the dtype of the matrix products.
+positions, GELU, biases. Parameters are fp32; `torch.autocast` around `forward` chooses the matrix products' dtype.
 
     python model.py out/nano "def main"        # stream a sample from the newest checkpoint of a run
 
 Shapes: B batch, T tokens, C model width, H heads, K key/value heads, D head width, V vocabulary, L layers.
 """
+import codecs
 import hashlib
 import math
+import sys
 from dataclasses import dataclass, field
-from typing import Annotated
+from typing import Annotated, Literal
 
 import torch
 import torch.nn as nn
@@ -26,13 +28,13 @@ CHUNK_BYTES = 2 ** 28
 
 @dataclass
 class ModelConfig:
-    """What makes a GPT. A zero means "derived": n_kv_head = n_head, head_dim = C / H, n_hidden from C and the MLP's kind."""
+    """What makes a GPT. Zero is derived: n_kv_head = n_head, head_dim = C / H, n_hidden from C and the MLP's kind."""
     vocab_size: int = 257
     seq_len: int = 256  # tokens the model is made for: rows of the learned positions, keys kept while generating
-    n_layer: int = 4
+    n_layer: int = 2
     n_head: int = 4
     n_kv_head: int = 0
-    n_embd: int = 256
+    n_embd: int = 128
     head_dim: int = 0
     n_hidden: int = 0
     norm: str = "rmsnorm"  # or "layernorm"
@@ -62,21 +64,24 @@ class ModelConfig:
             raise ValueError(f"head width {self.head_dim} is odd: rotary positions turn pairs, take an even one")
         if not 0 <= self.dropout < 1:
             raise ValueError(f"dropout is {self.dropout}, expected 0 <= dropout < 1")
-        # SwiGLU has three matrices where GELU has two: 8/3 C keeps the parameter count of GPT-2's 4 C; 64 suits the kernels.
-        self.n_hidden = self.n_hidden or (4 * self.n_embd if self.mlp == "gelu" else math.ceil(self.n_embd / 24) * 64)
+        # SwiGLU has three matrices where GELU has two: 8/3 C keeps the parameters of GPT-2's 4 C, 64 suits the kernels.
+        if not self.n_hidden:
+            self.n_hidden = 4 * self.n_embd if self.mlp == "gelu" else math.ceil(self.n_embd / 24) * 64
 
 
-GPT2 = dict(vocab_size=50257, seq_len=1024, norm="layernorm", position="learned", mlp="gelu", bias=True, tied=True, norm_eps=1e-5)
+GPT2 = dict(vocab_size=50257, seq_len=1024, norm="layernorm", position="learned", mlp="gelu", bias=True, tied=True,
+            norm_eps=1e-5)
 LLAMA = dict(vocab_size=128256, seq_len=131072, n_kv_head=8, n_head=32, norm_eps=1e-5, rope_theta=500000.0)
 
 
 def llama3_scaling(factor):
     """Llama 3.1's and 3.2's stretch of the rotary positions from 8,192 tokens by `factor`."""
-    return dict(rope_type="llama3", factor=factor, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
+    return dict(rope_type="llama3", factor=factor, low_freq_factor=1.0, high_freq_factor=4.0,
+                original_max_position_embeddings=8192)
 
 
 PRESETS = {
-    "nano": dict(seq_len=256, n_layer=4, n_head=4, n_embd=256, qk_norm=True),
+    "nano": dict(seq_len=256, n_layer=2, n_head=4, n_embd=128, qk_norm=True),
     "gpt2": dict(n_layer=12, n_head=12, n_embd=768, **GPT2),
     "gpt2-medium": dict(n_layer=24, n_head=16, n_embd=1024, **GPT2),
     "gpt2-large": dict(n_layer=36, n_head=20, n_embd=1280, **GPT2),
@@ -94,7 +99,8 @@ def rope_frequencies(config):
     Llama 3's scaling divides the slow ones by `factor`: pairs whose wavelength exceeds the original context over
     `low_freq_factor` wholly, those below it over `high_freq_factor` not at all, linearly in between.
     """
-    frequency = config.rope_theta ** (-torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim)
+    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
+    frequency = config.rope_theta ** -exponent
     scaling = config.rope_scaling
     if scaling is None:
         return frequency
@@ -105,7 +111,7 @@ def rope_frequencies(config):
 
 
 def rotate(x, rope):
-    """Turn the pairs (i, i + D/2) of x (B, H, T, D) by the angles in `rope`: the half-split convention of Llama and Qwen."""
+    """Turn the pairs (i, i + D/2) of x (B, H, T, D) by the angles in `rope`: Llama's half-split convention."""
     cos, sin = rope  # (..., T, D); the sine of the first half carries the minus of the rotation
     return (x * cos + x.roll(x.size(-1) // 2, dims=-1) * sin).type_as(x)
 
@@ -132,7 +138,7 @@ class Attention(nn.Module):
         self.k_norm = nn.RMSNorm(D, eps=config.norm_eps) if config.qk_norm else nn.Identity()
 
     def forward(self, x, rope=None, mask=None, cache=None):
-        """x (B, T, C) -> (B, T, C). The number of heads is read off the projection: tensor parallelism leaves a share of them."""
+        """x (B, T, C) -> (B, T, C). Heads are counted in the projection: tensor parallelism leaves a share of them."""
         q = self.q_norm(self.q(x).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)  # (B, H, T, D)
         k = self.k_norm(self.k(x).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)  # (B, K, T, D)
         v = self.v(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, K, T, D)
@@ -211,11 +217,11 @@ class GPT(nn.Module):
         self.rope_frequency.copy_(rope_frequencies(self.config))
 
     def initial(self, name, seed):
-        """Initial value of parameter `name`: a whole fp32 CPU tensor that depends on (seed, name) alone, so on no layout.
+        """Initial value of parameter `name`: a whole fp32 CPU tensor that depends on (seed, name), not on the layout.
 
-        Matrices are normal with GPT-2's standard deviation 0.02. Those that write to the residual stream start at zero:
-        each block begins as the identity. Embedding and head are small enough for an untrained loss of ln V + 0.05; tied
-        ones would otherwise predict the token they have just read, with a logit of C times their deviation.
+        Matrices are normal with GPT-2's deviation 0.02. Those that write to the residual stream start at zero:
+        each block begins as the identity. Embedding and head are small enough for an untrained loss of ln V + 0.05;
+        tied ones would otherwise predict the token they have just read, with a logit of C times their deviation.
         """
         shape = self.get_parameter(name).shape
         kind = name.split(".")[-2:]
@@ -280,20 +286,20 @@ class GPT(nn.Module):
     def flops_per_token(self, seq_len):
         """FLOPs a trained token costs, forward and backward: 6 per parameter in a matrix product, and causal attention.
 
-        Attention: q k^T and weights v are 2 * 2 H D S FLOPs a query, tripled by the backward pass, and half the scores are masked
-        (PaLM, Chowdhery et al. 2022, appendix B, with the causal half).
+        Attention: q k^T and weights v are 4 H D S FLOPs a query, tripled by the backward pass; half the scores are
+        masked (PaLM, Chowdhery et al. 2022, appendix B, with the causal half).
         """
-        lookups = [self.position] if self.head is None else [self.position, self.embed]  # rows are picked, not multiplied
-        matrices = self.num_params() - sum(table.weight.numel() for table in lookups if table is not None)
-        vectors = sum(p.numel() for p in self.parameters() if p.dim() < 2)
-        return 6 * (matrices - vectors) + 6 * self.config.n_layer * self.config.n_head * self.config.head_dim * seq_len
+        config = self.config
+        tables = {"position.weight"} | ({"embed.weight"} if self.head else set())  # looked up, not multiplied
+        matrices = sum(p.numel() for name, p in self.named_parameters() if p.dim() == 2 and name not in tables)
+        return 6 * matrices + 6 * config.n_layer * config.n_head * config.head_dim * seq_len
 
     @torch.no_grad()
     def stream(self, prompts, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, stop=None):
         """Yield, for each new position, the list of B next token ids; None for a row that has already produced `stop`.
 
-        `prompts` is a list of B non-empty lists of ids, of any lengths up to seq_len. With RoPE it goes on past seq_len and
-        sees the newest seq_len tokens; learned positions end there, and asking for more raises ValueError.
+        `prompts` is a list of B non-empty lists of ids, of any lengths up to seq_len. With RoPE it goes on past seq_len
+        and sees the newest seq_len tokens; learned positions end there, and asking for more raises ValueError.
         `temperature` 0 takes the likeliest token; `seed` makes the draws repeatable.
         """
         longest, limit = max(map(len, prompts)), self.config.seq_len
@@ -302,9 +308,10 @@ class GPT(nn.Module):
         total = longest + max_new_tokens
         if longest > limit or self.position is not None and total > limit:
             raise ValueError(f"prompt of {longest} and {max_new_tokens} new tokens: this model sees {limit} tokens"
-                             + (", and its learned positions end there" if longest <= limit else ", shorten the prompt"))
+                             + (", its learned positions end there" if longest <= limit else ", shorten the prompt"))
         device = self.embed.weight.device
-        tokens = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=device)  # (B, T), filled up in front
+        # (B, T): shorter prompts are filled up in front, so that all end together
+        tokens = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=device)
         padding = torch.tensor([longest - len(p) for p in prompts], device=device)
         cache = KVCache(self.config.n_layer, min(total, limit), padding if padding.any() else None)
         generator = None if seed is None else torch.Generator(device).manual_seed(seed)
@@ -325,7 +332,7 @@ class GPT(nn.Module):
 
 
 def pick(logits, temperature, top_k, top_p, generator):
-    """Draw one id per row of logits (B, V) -> (B, 1): among the `top_k` likeliest (0: all) and the fewest that hold `top_p`."""
+    """Draw an id per row of logits (B, V) -> (B, 1): of the `top_k` likeliest (0: all) the fewest that hold `top_p`."""
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
     values, ids = (logits / temperature).sort(dim=-1, descending=True)
@@ -341,10 +348,49 @@ def pick(logits, temperature, top_k, top_p, generator):
 class SampleConfig:
     """Sample from the newest checkpoint of a run."""
     run: Annotated[str, "the run's folder (--out of train.py)"]
-    prompt: Annotated[list[str], "text to continue"] = field(default_factory=list)
+    prompt: Annotated[list[str], "text to continue; none: the beginning of a document"] = field(default_factory=list)
     tokens: Annotated[int, "how many new tokens"] = 200
     temperature: Annotated[float, "0 takes the likeliest token, 1 samples the model's own distribution"] = 0.8
     top_k: Annotated[int, "sample among the K likeliest tokens; 0: all"] = 0
     top_p: Annotated[float, "sample among the fewest tokens that hold this probability"] = 1.0
     seed: Annotated[int | None, "makes the sample repeatable"] = None
-    device: Annotated[str, "auto, cpu, cuda or mps"] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda", "mps"], "auto: the fastest there is"] = "auto"
+
+    def __post_init__(self):
+        """Refuse what no sampling does."""
+        if self.tokens < 1 or self.top_k < 0 or not self.temperature >= 0 or not 0 < self.top_p <= 1:
+            raise ValueError(f"--tokens {self.tokens} --temperature {self.temperature} --top_k {self.top_k} "
+                             f"--top_p {self.top_p}: expected at least 1, 0, 0, and more than 0 up to 1")
+
+
+def main():
+    """Stream a sample: each character is printed when its last byte has come."""
+    import checkpoint
+    import data
+    import distributed
+    from train import parse_args
+    config = parse_args(SampleConfig, "model.py")
+    try:
+        checkpointer = checkpoint.Checkpointer(config.run)
+        extra = checkpointer.read_extra()
+        if extra is None:
+            raise FileNotFoundError(f"{config.run} holds no checkpoint: expected the --out of a train.py run")
+        tokenizer = data.load_tokenizer(extra["tokenizer"], extra["data"])
+        model = GPT(ModelConfig(**extra["model"]))
+        checkpointer.load(model)
+        model.to(distributed.find_device(config.device)).eval()
+        prompt = " ".join(config.prompt)
+        ids = tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token]  # no prompt: the beginning of a document
+        text = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        print(prompt, end="", flush=True)
+        for token, in model.stream([ids], config.tokens, config.temperature, config.top_k, config.top_p, config.seed,
+                                   tokenizer.eot_token):
+            if token != tokenizer.eot_token:
+                print(text.decode(tokenizer.decode_single_token_bytes(token)), end="", flush=True)
+        print(text.decode(b"", final=True))
+    except (ValueError, OSError) as error:
+        sys.exit(f"model.py: {error}")
+
+
+if __name__ == "__main__":
+    main()

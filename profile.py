@@ -25,7 +25,7 @@ def __getattr__(name):
 # torch is imported inside the functions: `python -m cProfile` should not wait for it.
 import time
 
-# Dense bf16/fp16 TFLOP/s by a part of the device's name, from the vendors' data sheets (their sparse figures are twice that).
+# Dense bf16/fp16 TFLOP/s by a part of the device's name, from the vendors' data sheets (sparse figures are twice that).
 # The first match counts, so a longer name stands before the shorter one it contains.
 PEAK_TFLOPS = {
     "B200": 2250, "H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "MI300X": 1307, "L40S": 362, "L4": 121,
@@ -44,7 +44,7 @@ def peak_flops(device, dtype):
     size = 1024 if device.type == "cpu" else 8192
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     best = float("inf")
-    for _ in range(8):
+    for _ in range(4):  # the first call chooses and loads the kernel
         synchronize(device)
         start = time.perf_counter()
         a @ b
@@ -61,7 +61,7 @@ def synchronize(device):
 
 
 def peak_memory(device):
-    """Most memory in use so far, in GB: the allocator's on CUDA, the process's resident set elsewhere, None if unknown."""
+    """Most memory used so far in GB: the allocator's on CUDA, the process's resident set elsewhere, None if unknown."""
     import torch
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device) / 1e9
@@ -97,11 +97,11 @@ class Meter:
         return item
 
     def read(self, tokens):
-        """Metrics of the `tokens` (of all processes) worked on since the last reading: per second, MFU, memory, seconds waited."""
+        """Metrics of the `tokens` (of all processes) worked on since the last reading, as metrics.jsonl names them."""
         synchronize(self.device)
         rate = tokens / (time.perf_counter() - self.since)
-        metrics = dict(tokens_per_s=rate, mfu=rate * self.flops_per_token / self.peak, peak_mem_gb=peak_memory(self.device),
-                       data_wait_s=self.waited)
+        metrics = dict(tokens_per_s=rate, mfu=rate * self.flops_per_token / self.peak,
+                       peak_mem_gb=peak_memory(self.device), data_wait_s=self.waited)
         self.start()
         return metrics
 

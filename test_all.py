@@ -8,7 +8,6 @@ A test that needs something this machine lacks raises `Skip` with the reason.
 """
 import argparse
 import ast
-import base64
 import contextlib
 import dataclasses
 import functools
@@ -19,7 +18,6 @@ import json
 import math
 import os
 import pickle
-import re
 import shutil
 import signal
 import subprocess
@@ -30,7 +28,9 @@ import threading
 import time
 import traceback
 import unittest
+from functools import lru_cache
 from pathlib import Path
+from unittest import mock
 
 HERE = Path(__file__).resolve().parent
 sys.path.insert(0, str(HERE))  # the project comes first, as it does for `python train.py`
@@ -40,7 +40,6 @@ import numpy as np
 import torch
 from torch import nn
 
-import attention
 import checkpoint
 import data
 import distributed
@@ -73,29 +72,6 @@ def folder():
     """A temporary folder, as a Path."""
     with tempfile.TemporaryDirectory() as name:
         yield Path(name)
-
-
-@contextlib.contextmanager
-def patched(module, **values):
-    """Module globals replaced for a while."""
-    before = {name: getattr(module, name) for name in values}
-    vars(module).update(values)
-    try:
-        yield
-    finally:
-        vars(module).update(before)
-
-
-@contextlib.contextmanager
-def environment(**values):
-    """Environment variables set for a while."""
-    before = {key: os.environ.get(key) for key in values}
-    os.environ.update(values)
-    try:
-        yield
-    finally:
-        for key, value in before.items():
-            os.environ.pop(key) if value is None else os.environ.update({key: value})
 
 
 def fails(kind, words, function, *args, **kwargs):
@@ -245,7 +221,7 @@ def test_chunked_loss_equals_plain():
     model, tokens = tiny(vocab_size=1000), torch.randint(1000, (4, 17))
     results = []
     for budget in 2 ** 28, 4 * 1000 * 7:
-        with patched(model_file, CHUNK_BYTES=budget):
+        with mock.patch.object(model_file, "CHUNK_BYTES", budget):
             model.zero_grad()
             loss = model(tokens[:, :-1], tokens[:, 1:])
             loss.backward()
@@ -313,8 +289,8 @@ def test_flops_per_token_match_the_counter():
     tokens = torch.randint(64, (2, 16))
     with FlopCounterMode(display=False) as counter:
         model(tokens, tokens).backward()
-    attention = 6 * model.config.n_layer * model.config.n_embd * 16
-    expected = (model.flops_per_token(16) + attention) * tokens.numel()  # the plain backend computes the masked half, too
+    masked = 6 * model.config.n_layer * model.config.n_embd * 16
+    expected = (model.flops_per_token(16) + masked) * tokens.numel()  # the plain backend computes the masked half, too
     assert abs(counter.get_total_flops() / expected - 1) < 0.01, (counter.get_total_flops(), expected)
 
 
@@ -369,7 +345,7 @@ def test_newton_schulz_makes_orthogonal():
     from torch.optim._muon import _zeropower_via_newtonschulz
     for shape in (16, 40), (40, 16):
         x = torch.randn(shape)
-        found = train_file.newton_schulz(x, 5)
+        found = train_file.newton_schulz(x[None], 5)[0]
         assert ((values := torch.linalg.svdvals(found)) > 0.5).all() and (values < 1.3).all(), values
         theirs = _zeropower_via_newtonschulz(x, (3.4445, -4.775, 2.0315), 5, 1e-7).float()
         assert (found - theirs).abs().max() < 0.05
@@ -585,6 +561,1237 @@ def test_imports_point_one_way_and_the_tree_stays_small():
             lines += sum(number not in documentation and bool(line.split("#")[0].strip()) for number, line in text)
     assert lines <= 1800, f"{lines} lines of code"
 
+
+# ---- data -------------------------------------------------------------------------------------------------------------
+
+SHAKESPEARE = HERE.parent / "shared" / "data" / "tinyshakespeare.txt"
+
+
+@contextlib.contextmanager
+def gpt2_files():
+    """tiktoken's cache: GPT-2's own files beside the project, or where the environment says."""
+    shared = HERE.parent / "shared" / "tiktoken"
+    cache = str(shared) if shared.exists() else os.environ.get("TIKTOKEN_CACHE_DIR")
+    if not cache or not Path(cache).exists():
+        raise Skip("no TIKTOKEN_CACHE_DIR with GPT-2's files")
+    with mock.patch.dict(os.environ, TIKTOKEN_CACHE_DIR=cache):
+        yield
+
+
+def shakespeare():
+    if not SHAKESPEARE.exists():
+        raise Skip("no ../shared/data/tinyshakespeare.txt")
+    return str(SHAKESPEARE)
+
+
+def write_shard(path, tokens, magic=20240520, version=1, dtype="<u2", says=None):
+    header = np.zeros(256, "<i4")
+    header[:3] = magic, version, len(tokens) if says is None else says
+    path.write_bytes(header.tobytes() + np.asarray(tokens, dtype).tobytes())
+
+
+def shards(where, sizes, split="train"):
+    """Shards that count on: token t of the split is t, so a window shows where it was cut."""
+    start = 0
+    for n, size in enumerate(sizes):
+        write_shard(where / f"{split}_{n:06d}.bin", np.arange(start, start + size))
+        start += size
+    (where / "meta.json").write_text(json.dumps({"tokenizer": "bytes", "vocab_size": 65536}))
+
+
+def read_tokens(where, split):
+    return np.concatenate([np.fromfile(p, "<u2", offset=1024) for p in sorted(Path(where).glob(f"{split}_*.bin"))])
+
+
+def documents_of(tokens):
+    """The texts of a split of byte tokens, cut at <|endoftext|> (256), which stands before each."""
+    text = [[]]
+    for t in tokens.tolist():
+        text.append([]) if t == 256 else text[-1].append(t)
+    assert not text[0]
+    return [bytes(t).decode() for t in text[1:]]
+
+
+# ---- tokenizers
+
+
+def test_bytes_tokenizer_is_a_tiktoken_encoding_whose_ids_are_the_bytes():
+    encoding = data.load_tokenizer("bytes")
+    text = "héllo\n\n  <|endoftext|> \U0001f600 \x00 end"
+    assert encoding.n_vocab == 257 and encoding.eot_token == 256
+    assert encoding.encode_ordinary(text) == list(text.encode()) and encoding.decode(list(text.encode())) == text
+    encoder = data.Encoder(encoding)
+    split, ids, size, last = encoder.__getitems__([("train", 1, text), ("val", 2, "y"), ("train", 0, "x")])[0]
+    assert ids.tolist() == [256, *encoding.encode_ordinary(text), ord("x")] and ids.dtype == "<u2"
+    assert (split, size, last) == ("train", len(ids) - 1, 1)
+
+
+def test_trained_bpe_has_the_same_ids_in_tiktoken_as_in_rustbpe():
+    try:
+        import rustbpe
+    except ImportError:
+        raise Skip("rustbpe is not installed")
+    with folder() as where:
+        text = "low lower lowest, the newest and the widest!\n" * 50 + "<|endoftext|> is text\n"
+        (where / "a.txt").write_text(text)
+        meta = data.prepare([str(where / "a.txt")], where / "out", train_bpe=300, val_fraction=0.1)
+        encoding = data.load_tokenizer("bpe", where / "out")
+        assert meta["tokenizer"] == "bpe" and meta["vocab_size"] == encoding.n_vocab <= 300
+        own = rustbpe.Tokenizer()
+        own.train_from_iterator([text[:int(len(text) * 0.9)]], vocab_size=299)
+        sample = "the lowest of the newest,  ünseen\n\n\ttext <|endoftext|>"
+        assert encoding.encode_ordinary(sample) == own.encode(sample) and encoding.decode(own.encode(sample)) == sample
+        tokens = read_tokens(where / "out", "train")
+        assert tokens[0] == encoding.eot_token and len(tokens) == meta["train_tokens"]
+        assert encoding.decode(tokens[1:].tolist()) == text[:int(len(text) * 0.9)]
+        shutil.rmtree(where / "out")  # trained again into the same folder: no cache may give the first one's ids
+        (where / "a.txt").write_text("other words, other pairs\n" * 50)
+        data.prepare([str(where / "a.txt")], where / "out", train_bpe=280, val_fraction=0)
+        again = data.load_tokenizer("bpe", where / "out")
+        assert again.decode(read_tokens(where / "out", "train")[1:].tolist()) == "other words, other pairs\n" * 50
+        assert again.encode_ordinary(sample) != own.encode(sample)
+
+
+def test_gpt2_counts_of_tinyshakespeare_are_exact_also_in_pieces():
+    with gpt2_files(), folder() as where:
+        meta = data.prepare([shakespeare()], where / "out", tokenizer="gpt2")
+        assert (meta["train_tokens"], meta["val_tokens"]) == (301_966 + 1, 36_059 + 1)
+        assert (meta["train_bytes"], meta["val_bytes"], meta["eot"]) == (1_003_854, 111_540, 50256)
+        whole = data.prepare([shakespeare()], where / "whole", tokenizer="gpt2", val_fraction=0)
+        assert whole["train_tokens"] == 338_025 + 1 and whole["val_tokens"] == 0
+
+
+def test_pieces_have_the_tokens_of_the_whole():
+    """Also where cutting at newlines would not: several newlines, ".\\n", trailing spaces."""
+    text = "".join(f"line {i}.\n\n  x{i}  \n\nüber, 3\u3000{'word ' * (i % 7)}\r\n" for i in range(3000))
+    saved, data.PIECE = data.PIECE, 257
+    try:
+        parts = list(data.pieces(text))
+        assert "".join(parts) == text and len(parts) > 100 and max(map(len, parts)) < 2 * 257
+        with folder() as where:
+            (where / "a").write_bytes(text.encode())
+            assert list(data.pieces(where / "a")) == parts
+            (where / "b").write_bytes(b"\xff\xfe" + b"a\xc3" * 500)
+            assert "".join(data.pieces(where / "b")) == "\ufffd\ufffd" + "a\ufffd" * 500
+        assert "".join(data.pieces("x" * 2000)) == "x" * 2000  # no place to cut
+    finally:
+        data.PIECE = saved
+    with gpt2_files():
+        gpt2 = data.load_tokenizer("gpt2")
+        assert sum(map(gpt2.encode_ordinary, parts), []) == gpt2.encode_ordinary(text)
+
+
+def test_unknown_or_unreachable_tokenizer_is_one_line():
+    fails(ValueError, "unknown gpt3 bytes, cl100k_base --train_bpe", data.load_tokenizer, "gpt3")
+    nowhere = dict.fromkeys(("HTTPS_PROXY", "https_proxy"), "http://127.0.0.1:9") | {"NO_PROXY": "", "no_proxy": ""}
+    with folder() as empty, mock.patch.dict(os.environ, TIKTOKEN_CACHE_DIR=str(empty), **nowhere):
+        fails(OSError, "r50k_base network TIKTOKEN_CACHE_DIR bytes", data.load_tokenizer, "r50k_base")
+
+
+# ---- sources and splits
+
+
+def test_one_file_is_cut_by_characters():
+    with folder() as where:
+        meta = data.prepare([shakespeare()], where / "out")
+        assert (meta["train_tokens"], meta["val_tokens"]) == (1_003_854 + 1, 111_540 + 1)
+        text = SHAKESPEARE.read_bytes().decode()
+        assert documents_of(read_tokens(where / "out", "train")) == [text[:1_003_854]]
+        assert documents_of(read_tokens(where / "out", "val")) == [text[1_003_854:]]
+        head = np.fromfile(where / "out" / "val_000000.bin", "<i4", 256)
+        assert head[:3].tolist() == [20240520, 1, 111_541] and not head[3:].any()
+
+
+def test_every_kth_of_many_documents_is_validation_and_few_are_cut_at_the_tail():
+    with folder() as where:
+        rows = [f"document {i} <|endoftext|>" for i in range(25)]
+        (where / "a.jsonl").write_text("".join(json.dumps({"text": row}) + "\n" for row in rows) + "\n")
+        data.prepare([str(where / "a.jsonl")], where / "out", val_fraction=0.2)
+        assert documents_of(read_tokens(where / "out", "val")) == rows[4::5]
+        assert documents_of(read_tokens(where / "out", "train")) == [row for i, row in enumerate(rows, 1) if i % 5]
+        with gzip.open(where / "b.jsonl.gz", "wt") as file:
+            file.write("".join(json.dumps({"words": row}) + "\n" for row in rows[:3]))
+        data.prepare([str(where / "b.jsonl.gz")], where / "few", val_fraction=0.1, text_key="words")
+        train, val = (documents_of(read_tokens(where / "few", split)) for split in ("train", "val"))
+        assert train[:2] == rows[:2] and [train[2] + val[0]] == rows[2:3] and len(val) == 1
+        assert len(val[0]) == sum(map(len, rows[:3])) - int(0.9 * sum(map(len, rows[:3])))
+
+
+def test_sources_folder_parquet_hf_stdin_and_default():
+    with folder() as where:
+        source = where / "source"
+        for name, content in {"b.txt": b"bee", "a/z.md": b"zed \xff", ".git/x": b"no", "c.png": b"\x89\x00\x01",
+                              ".hidden": b"no", "empty.txt": b"", "B.jsonl": b'{"text": "row \\ud800"}\n'}.items():
+            (source / name).parent.mkdir(parents=True, exist_ok=True)
+            (source / name).write_bytes(content)
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            meta = data.prepare([str(source)], where / "out", val_fraction=0)
+        assert documents_of(read_tokens(where / "out", "train")) == ["row ?", "zed \ufffd", "bee"]
+        assert meta["documents"] == 3
+        assert "1 binary" in said.getvalue()
+        with mock.patch.object(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"one two "))):
+            data.prepare(["-"], where / "piped", val_fraction=0.5)
+        assert documents_of(read_tokens(where / "piped", "val")) == ["two "]
+        assert {p.name for p in (where / "piped").iterdir()} == {"meta.json", "train_000000.bin", "val_000000.bin"}
+        files = data.find_files([])
+        assert files == sorted(files) and len(files) > 300 and not any("test" in path.parts for path in files)
+        seen = []
+        sys.modules["datasets"] = type("datasets", (), {"load_dataset": staticmethod(
+            lambda *args, **kwargs: seen.append((args, kwargs)) or [{"text": "streamed"}])})
+        try:
+            for name, args, split in (("hf:a/b/c:validation", ("a/b", "c"), "validation"),
+                                      ("hf:a/b", ("a/b",), "train"), ("hf:a", ("a",), "train")):
+                assert list(data.read_table(name, "text")) == ["streamed"]
+                assert seen.pop() == (args, {"split": split, "streaming": True})
+            for wrong in ("hf:", "hf:a/b/c/d", "hf:a//b"):
+                fails(ValueError, "hf:NAME[/CONFIG][:SPLIT]", list, data.read_table(wrong, "text"))
+        finally:
+            del sys.modules["datasets"]
+        try:
+            import pyarrow
+            import pyarrow.parquet
+        except ImportError:
+            raise Skip("pyarrow is not installed: no parquet")
+        pyarrow.parquet.write_table(pyarrow.table({"text": ["p", "q"], "n": [1, 2]}), where / "t.parquet")
+        assert list(data.read_table(where / "t.parquet", "text")) == ["p", "q"]
+        fails(ValueError, "row 1 no 'n'", list, data.read_table(where / "t.parquet", "body"))
+        (where / "bad.parquet").write_bytes(b"PAR1 nonsense")
+        fails(ValueError, "bad.parquet row 1 magic", list, data.read_table(where / "bad.parquet", "text"))
+
+
+def test_processes_give_the_shards_of_one_process_cut_at_the_limit():
+    with folder() as where, mock.patch.object(data, "PIECE", 1 << 10):
+        (where / "a.txt").write_text("some words to count\n" * 5000)
+        one, two = [data.prepare([str(where / "a.txt")], where / str(workers), shard_tokens=30_001, workers=workers)
+                    for workers in (0, 2)]
+        assert one == two and one["train_tokens"] == 90_001 and one["documents"] == 1  # which is in both splits
+        for split in ("train", "val"):
+            assert np.array_equal(read_tokens(where / "0", split), read_tokens(where / "2", split))
+        assert [s[3] for s in data.TokenDataset(where / "2", "train", 8).shards] == [30_001] * 2 + [29_999]
+
+
+def test_a_dead_tokenizer_process_is_one_line():
+    def die(*_):
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    with folder() as where, mock.patch.object(data.Encoder, "encode", die):
+        (where / "a.txt").write_text("some text to prepare")
+        if torch.multiprocessing.get_start_method() != "fork":
+            raise Skip("a replaced function reaches a forked process only")
+        fails(OSError, "1 tokenizer died --workers", data.prepare, [str(where / "a.txt")], where / "out", workers=1)
+        assert [path.name for path in where.iterdir()] == ["a.txt"]
+
+
+def test_ids_from_65536_need_four_bytes():
+    with folder() as where:
+        ids = np.array([0, 65_535, 65_536, 100_255], "<u4")
+        data.append(where / "train", ids[:2], 0, 3)
+        data.append(where / "train", ids[2:], 2, 3)
+        assert np.fromfile(where / "train_000000.bin", "<i4", 3).tolist() == [20240801, 7, 3]
+        dataset = data.TokenDataset(where, "train", 2)
+        assert dataset.meta == {"tokenizer": None, "vocab_size": 128_256, "eot": 128_001}
+        assert dataset.tokens == 4 and dataset.windows == 1 and dataset[5][1].tolist() == [65_535, 65_536]
+        (where / "meta.json").write_text('{"vocab_size": 1000}')
+        fails(ValueError, "train_000000.bin 65,536 1,000", data.TokenDataset(where, "train", 2).fixed, 0)
+
+
+def test_wrong_preparation_is_one_line_and_leaves_nothing():
+    with folder() as where:
+        (where / "a.txt").write_text("some text to prepare")
+        (where / "bin").mkdir()
+        (where / "bin" / "x").write_bytes(b"\0")
+        (where / "rows.jsonl").write_text('{"text": "x"}\n{"txt": "x", "id": 2}\n')
+        (where / "late.jsonl").write_text('{"text": "x"}\nnot json\n')
+        (where / "cut.jsonl.gz").write_bytes(gzip.compress(b'{"text": "abcdefgh"}\n' * 99)[:40])
+        (where / "empty.txt").write_text("")
+        before = sorted(where.rglob("*"))
+        with contextlib.redirect_stdout(io.StringIO()):
+            for kind, words, source, options in [
+                    (FileNotFoundError, "nothing.txt neither", "nothing.txt", {}),
+                    (ValueError, "no text", "bin", {}),
+                    (ValueError, "x NUL", "bin/x", {}),
+                    (ValueError, "rows.jsonl row 2 --text_key 'txt' 'id'", "rows.jsonl", {}),
+                    (ValueError, "late.jsonl row 2", "late.jsonl", {}),
+                    (ValueError, "cut.jsonl.gz end-of-stream", "cut.jsonl.gz", {}),
+                    (ValueError, "no text", "empty.txt", {}),
+                    (ValueError, "--val_fraction 1.5 0.5", "a.txt", {"val_fraction": 1.5}),
+                    (ValueError, "--val_fraction nan", "a.txt", {"val_fraction": float("nan")}),
+                    (ValueError, "workers", "a.txt", {"workers": -1}),
+                    (ValueError, "--shard_tokens 0 2147483647", "a.txt", {"shard_tokens": 0}),
+                    (ValueError, "--shard_tokens 2147483648", "a.txt", {"shard_tokens": 1 << 31}),
+                    (ValueError, "--train_bpe 12 257", "a.txt", {"train_bpe": 12}),
+                    (ValueError, "--train_bpe --tokenizer gpt2", "a.txt", {"train_bpe": 300, "tokenizer": "gpt2"}),
+                    (ValueError, "unknown bpe", "a.txt", {"tokenizer": "bpe"})]:
+                fails(kind, words, data.prepare, [str(where / source)], where / "out", **options)
+                assert sorted(where.rglob("*")) == before, options
+        for module in ("rustbpe", "datasets", "pyarrow"):
+            saved, sys.modules[module] = sys.modules.get(module), None
+            fails(ImportError, f"pip install {module}", data.need, module)
+            del sys.modules[module]
+            if saved:
+                sys.modules[module] = saved
+
+
+def killed(source, out):
+    data.append = lambda *_: os.kill(os.getpid(), signal.SIGKILL)
+    data.prepare([str(source)], out)
+
+
+def test_an_existing_folder_is_kept_and_a_killed_preparation_leaves_nothing_that_trains():
+    with folder() as where:
+        (where / "a.txt").write_text("some text to prepare")
+        (where / "free").mkdir()
+        for out in ("out", "free"):
+            data.prepare([str(where / "a.txt")], where / out)
+        kept = (where / "out" / "train_000000.bin").stat().st_mtime_ns
+        fails(FileExistsError, "out exists --out", data.prepare, [str(where / "a.txt")], where / "out")
+        fails(FileExistsError, "a.txt exists", data.prepare, [str(where / "a.txt")], where / "a.txt")
+        assert (where / "out" / "train_000000.bin").stat().st_mtime_ns == kept
+        child = torch.multiprocessing.get_context("fork").Process(target=killed, args=(where / "a.txt", where / "new"))
+        child.start()
+        child.join(60)
+        left = [p.name for p in where.iterdir() if p.name.startswith(".new")]
+        assert len(left) == 1 and not (where / "new").exists()
+        with contextlib.redirect_stdout(io.StringIO()) as said:
+            data.prepare([str(where / "a.txt")], where / "new")
+        assert left[0] in said.getvalue() and [p.name for p in where.iterdir() if p.name.startswith(".")] == left
+
+
+def test_two_may_prepare_one_folder_at_once():
+    """One of them finishes it, whole; the other says so."""
+    with folder() as where:
+        (where / "a.txt").write_text("some text to prepare\n" * 1000)
+        both, real, said = threading.Barrier(2), data.append, []
+
+        def prepare():
+            try:
+                data.prepare([str(where / "a.txt")], where / "out", val_fraction=0)
+            except OSError as error:  # FileExistsError, or what rename() says in the moment between
+                said.append(error)
+
+        with mock.patch.object(data, "append", lambda *args: (both.wait(60), real(*args))):
+            threads = [threading.Thread(target=prepare) for _ in range(2)]
+            with contextlib.redirect_stdout(io.StringIO()):
+                [thread.start() for thread in threads]
+                [thread.join(60) for thread in threads]
+        assert len(said) == 1 and data.TokenDataset(where / "out", "train", 8).tokens == 21_001
+        assert sorted(p.name for p in where.iterdir()) == ["a.txt", "out"]
+
+
+# ---- the dataset
+
+
+def test_the_order_is_a_permutation_of_any_size_and_not_the_identity():
+    for n in (1, 2, 3, 7, 64, 1000, 4099):
+        for key in (0, 1, 2**64 - 1):
+            assert sorted(data.permute(i, n, key) for i in range(n)) == list(range(n)), n
+    fixed = [sum(data.permute(i, 1000, data.mix(key)) == i for i in range(1000)) for key in range(20)]
+    assert sum(fixed) / 20 < 3  # one is expected
+    order = np.array([data.permute(i, 1000, 5) for i in range(1000)])
+    assert abs(np.corrcoef(order, np.arange(1000))[0, 1]) < 0.1 and abs(np.corrcoef(order[1:], order[:-1])[0, 1]) < 0.1
+    assert len({tuple(data.permute(i, 3, data.mix(key)) for i in range(3)) for key in range(100)}) == 6
+    assert 0 <= data.permute(10**12 - 1, 10**12, 7) < 10**12
+
+
+def test_an_epoch_is_every_window_once_within_its_shard():
+    with folder() as where:
+        sizes = [100, 9, 8, 1, 0, 65, 64]
+        shards(where, sizes)
+        dataset = data.TokenDataset(where, "train", 8, seed=3)
+        assert dataset.windows == sum(max(0, n - 1) // 8 for n in sizes) and dataset.tokens == sum(sizes)
+        ends = np.cumsum(sizes)
+        windows = dataset.windows
+        first = [[int(dataset[i][0][0]) for i in range(e * windows, (e + 1) * windows)] for e in range(4)]
+        for i in range(4 * dataset.windows):
+            x, y = dataset[i]
+            assert x.dtype == y.dtype == torch.int64 and x.shape == y.shape == (8,) and torch.equal(x[1:], y[:-1])
+            assert np.searchsorted(ends, int(x[0]), "right") == np.searchsorted(ends, int(y[-1]), "right")
+        assert sorted(first[0]) == [int(dataset.fixed(i)[0][0]) for i in range(dataset.windows)] != first[0]
+        assert len({tuple(sorted(f)) for f in first}) == 4  # later epochs cut elsewhere
+        assert all(len(set(f)) == dataset.windows for f in first)
+        assert first[0] != [int(data.TokenDataset(where, "train", 8, seed=4)[i][0][0]) for i in range(dataset.windows)]
+        fails(IndexError, "range", dataset.fixed, dataset.windows)
+
+
+def test_law_1_batches_are_a_function_of_seed_and_step():
+    """Any ranks, micro-batches and workers divide the same windows; a later step needs none before it."""
+    with folder() as where:
+        shards(where, [2000, 777])
+        dataset = data.TokenDataset(where, "train", 16, seed=1)
+
+        def global_batch(step, world, micro, workers=0):
+            parts = []
+            for rank in range(world):
+                stream = data.batches(dataset, step, 12, micro, rank, world, workers=workers)
+                parts += [torch.cat(pair) for pair in zip(*itertools.islice(stream, 12 // world // micro))]
+                stream.close()
+            return torch.cat(parts[::2]), torch.cat(parts[1::2])
+
+        for step in (0, 40):
+            x, y = global_batch(step, 1, 12)
+            assert torch.equal(x, torch.stack([dataset[step * 12 + i][0] for i in range(12)])) and x.is_contiguous()
+            assert torch.equal(x[:, 1:], y[:, :-1])
+            for layout in ((1, 1), (2, 3), (3, 4), (4, 1), (1, 6, 2)):
+                assert all(torch.equal(a, b) for a, b in zip((x, y), global_batch(step, *layout))), layout
+        before = torch.get_rng_state()
+        next(data.batches(dataset, 0, 4, 2))
+        assert torch.equal(before, torch.get_rng_state())  # the global random numbers are left alone
+
+
+def test_slow_dataset_survives_fork_and_spawn():
+    with folder() as where:
+        shards(where, [2000])
+        dataset = data.TokenDataset(where, "train", 16)
+        expected = dataset[3][0]
+        assert len(pickle.dumps(dataset)) < 2000  # not the shards' contents
+        for method in {"fork", "spawn"} & set(torch.multiprocessing.get_all_start_methods()):
+            loader = torch.utils.data.DataLoader(dataset, batch_sampler=[[3, 4]], num_workers=1, collate_fn=tuple,
+                                                 multiprocessing_context=method)
+            assert torch.equal(next(iter(loader))[0][0], expected), method
+
+
+def test_llm_c_and_nanogpt_files_load_as_they_are():
+    with folder() as where:
+        write_shard(where / "fineweb_train_000001.bin", [50256, 1, 2, 3, 4])
+        write_shard(where / "fineweb_val_000000.bin", [50256, 7, 8, 9])
+        dataset = data.TokenDataset(where, "train", 4)
+        assert dataset[0][1].tolist() == [1, 2, 3, 4]
+        assert dataset.meta == {"tokenizer": "gpt2", "vocab_size": 50257, "eot": 50256}
+        assert data.TokenDataset(where, "val", 3).fixed(0)[0].tolist() == [50256, 7, 8]
+    with folder() as where:
+        np.arange(10, dtype="<u2").tofile(where / "train.bin")
+        fails(ValueError, 'train.bin header meta.json "header": false', data.TokenDataset, where, "train", 4)
+        (where / "meta.json").write_text('{"header": false}')
+        fails(ValueError, "vocabulary meta.json", data.TokenDataset, where, "train", 4)
+        (where / "meta.json").write_text('{"header": false, "vocab_size": 10}')
+        dataset = data.TokenDataset(where, "train", 9)
+        assert dataset.fixed(0)[1].tolist() == list(range(1, 10)) and dataset.meta["tokenizer"] is None
+
+
+def test_damaged_or_short_data_is_one_line():
+    with folder() as where:
+        shards(where, [50, 50], "train")
+        fails(FileNotFoundError, "*val*.bin data.py", data.TokenDataset, where, "val", 8)
+        fails(FileNotFoundError, "absent data.py", data.TokenDataset, where / "absent", "train", 8)
+        fails(ValueError, "50 51", data.TokenDataset, where, "train", 50)
+        path = where / "train_000001.bin"
+        whole = path.read_bytes()
+        path.write_bytes(whole[:-10])
+        fails(ValueError, "train_000001.bin 1,114 1,124", data.TokenDataset, where, "train", 8)
+        path.write_bytes(whole[:100])
+        fails(ValueError, "train_000001.bin 100 1,124", data.TokenDataset, where, "train", 8)
+        path.write_bytes(b"")
+        fails(ValueError, "train_000001.bin magic", data.TokenDataset, where, "train", 8)
+        path.write_bytes(whole)
+        (where / "meta.json").write_text('{"vocab_size": 60, "train_tokens": 150}')
+        fails(ValueError, "100 150 meta.json", data.TokenDataset, where, "train", 8)
+        (where / "meta.json").write_text('{"vocab_size": 60}')
+        dataset = data.TokenDataset(where, "train", 49)
+        fails(ValueError, "train_000001.bin 99 60", dataset.fixed, 1)
+        (where / "meta.json").write_text("{")
+        fails(ValueError, "meta.json JSON", data.TokenDataset, where, "train", 8)
+
+
+def test_a_terabyte_opens_in_a_second_without_reading_it():
+    """250 sparse shards of 2^31 - 1 tokens, 4.3 GB each."""
+    with folder() as where:
+        n = (1 << 31) - 1
+        for i in range(250):
+            write_shard(where / f"train_{i:06d}.bin", [], says=n)
+            os.truncate(where / f"train_{i:06d}.bin", 1024 + 2 * n)
+        start = time.perf_counter()
+        dataset = data.TokenDataset(where, "train", 1024)
+        assert dataset[10**9][0].shape == (1024,) and dataset.tokens == 250 * n
+        assert time.perf_counter() - start < 1
+
+
+# ---- checkpoints ------------------------------------------------------------------------------------------------------
+
+def small(seed=0, width=8, extra=False):
+    """A stand-in model: an embedding, two matrices, norms."""
+    torch.manual_seed(seed)
+    layers = [nn.Embedding(16, width), nn.Linear(width, 8), nn.LayerNorm(8), nn.Linear(8, 8, bias=False)]
+    return nn.Sequential(*layers, *[nn.Linear(8, 8)] * extra)
+
+
+def adamw(model):
+    return [torch.optim.AdamW(model.parameters(), lr=0.01)]
+
+
+def muon_and_adamw(model):
+    two = [p for name, p in model.named_parameters() if p.ndim == 2 and not name.startswith("0")]
+    rest = [p for p in model.parameters() if not any(p is q for q in two)]
+    return [torch.optim.Muon(two, lr=0.01), torch.optim.AdamW(rest, lr=0.01)]
+
+
+def sgd(model):
+    return [torch.optim.SGD(model.parameters(), lr=0.01, momentum=0.9)]
+
+
+def steps(model, optimizers, count=1):
+    """`count` optimizer steps; gradients stay, as they may when a run loads."""
+    for _ in range(count):
+        for optimizer in optimizers:
+            optimizer.zero_grad()
+        model(torch.arange(16)).square().sum().backward()
+        for optimizer in optimizers:
+            optimizer.step()
+
+
+def copied(model, optimizers):
+    return {key: value.clone() for key, value in checkpoint.tensors(model, optimizers).items()}
+
+
+def same(a, b):
+    return a.keys() == b.keys() and all(torch.equal(a[key], b[key]) and a[key].dtype == b[key].dtype for key in a)
+
+
+def error_of(function, *arguments, kind=ValueError):
+    """The message of the error that must come."""
+    try:
+        function(*arguments)
+    except kind as error:
+        assert "\n" not in str(error), error
+        return str(error)
+    raise AssertionError(f"{function} raised no {kind.__name__}")
+
+
+def quietly(function, *arguments, **named):
+    """(result, what it printed)."""
+    with contextlib.redirect_stdout(io.StringIO()) as out:
+        return function(*arguments, **named), out.getvalue()
+
+
+def saved_run(folder, *numbers, keep=9, **named):
+    """A run with a checkpoint at each of `numbers`; returns model, optimizers and what each checkpoint holds."""
+    model, checkpointer, content = small(), Checkpointer(folder, keep=keep, **named), {}
+    optimizers = adamw(model)
+    for number in numbers:
+        steps(model, optimizers)
+        content[number] = copied(model, optimizers)
+        checkpointer.save(number, model, optimizers, {"tokens": number * 10})
+    checkpointer.finish()
+    return model, optimizers, content
+
+
+def load_fresh(folder, step=None, build=adamw):
+    """Load into a new model with new optimizers: (step, extra, content)."""
+    model = small(seed=1)
+    optimizers = build(model)
+    number, extra = Checkpointer(folder).load(model, optimizers, step)
+    return number, extra, copied(model, optimizers)
+
+
+def test_checkpoint_roundtrip_is_bit_exact_and_the_run_goes_on_alike():
+    """Law 3: weights, moments and counters of AdamW, SGD and Muon + AdamW, though gradients are set at loading."""
+    for build in (adamw, sgd, muon_and_adamw):
+        for asynchronous in (False, True):
+            with tempfile.TemporaryDirectory() as folder:
+                model = small()
+                optimizers = build(model)
+                steps(model, optimizers, 2)
+                saved = copied(model, optimizers)
+                checkpointer = Checkpointer(folder, asynchronous=asynchronous)
+                note = {"tokens": 2}
+                checkpointer.save(2, model, optimizers, note)
+                note["tokens"] = 3
+                steps(model, optimizers)  # must not leak into an asynchronous save
+                checkpointer.finish()
+                fresh = small(seed=1)
+                fresh_optimizers = build(fresh)
+                fresh(torch.arange(16)).sum().backward()  # the trap: loading with gradients set restores nothing
+                assert Checkpointer(folder).load(fresh, fresh_optimizers) == (2, {"tokens": 2})
+                assert same(copied(fresh, fresh_optimizers), saved)
+                assert all(value.dtype == torch.float32 for value in saved.values())
+                steps(fresh, fresh_optimizers)
+                assert same(copied(fresh, fresh_optimizers), copied(model, optimizers))
+
+
+def test_checkpoint_has_one_key_set_whatever_wraps_the_model():
+    """Law 5."""
+    from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+
+    plain, wrapped = small(), small()
+    names = set(checkpoint.tensors(plain))
+    assert "model.1.weight" in names
+    wrapped[1] = checkpoint_wrapper(wrapped[1])
+    assert set(checkpoint.tensors(wrapped)) == names
+    for prefix in ("_orig_mod", "module"):  # torch.compile, DDP
+        outer = nn.Module()
+        outer.add_module(prefix, wrapped)
+        assert set(checkpoint.tensors(outer)) == names
+
+
+def test_checkpoint_model_alone_and_extra_alone():
+    with tempfile.TemporaryDirectory() as folder:
+        model, _, _ = saved_run(folder, 5)
+        fresh = small(seed=1)
+        assert Checkpointer(folder).load(fresh) == (5, {"tokens": 50})
+        assert same(checkpoint.tensors(fresh), checkpoint.tensors(model))
+        assert Checkpointer(folder).read_extra() == {"tokens": 50} == Checkpointer(folder).read_extra(5)
+    with tempfile.TemporaryDirectory() as folder:
+        assert Checkpointer(folder).load(small()) is None and Checkpointer(folder).read_extra() is None
+        assert Checkpointer(folder).steps() == []
+
+
+def test_checkpoint_any_damage_is_seen_and_the_one_before_loads():
+    """Law 4: each file truncated, emptied, missing, one bit flipped; an empty newer folder; a left-over temporary one."""
+    with tempfile.TemporaryDirectory() as folder:
+        _, _, content = saved_run(folder, 1, 2)
+        newest = Path(folder, "checkpoints", "step_00000002")
+        for path in sorted(newest.iterdir()):
+            whole = path.read_bytes()
+            middle = len(whole) // 2
+            flipped = whole[:middle] + bytes([whole[middle] ^ 1]) + whole[middle + 1:]
+            for damaged in (whole[:-1], b"", None, flipped):
+                path.unlink() if damaged is None else path.write_bytes(damaged)
+                (number, _, loaded), printed = quietly(load_fresh, folder)
+                assert number == 1 and same(loaded, content[1]), (path, number)
+                assert "checkpoint 2" in printed and (path.name in printed or path.name == "files.json"), printed
+                assert path.name in (message := error_of(load_fresh, folder, 2)) or path.name == "files.json", message
+                message = error_of(quietly, checkpoint.verify, folder)
+                assert "step_00000002" in message and "step_00000001" not in message
+                path.write_bytes(whole)
+        assert load_fresh(folder)[0] == 2
+        checkpoints = newest.parent
+        (checkpoints / "step_00000009").mkdir()
+        shutil.copytree(newest, checkpoints / ".tmp-step_00000007")
+        (number, _, loaded), printed = quietly(load_fresh, folder)
+        assert number == 2 and "checkpoint 9" in printed and "7" not in printed and same(loaded, content[2])
+        assert Checkpointer(folder).steps() == [1, 2]
+        message = error_of(load_fresh, folder, 900)
+        assert "900: there is no such checkpoint" in message and "[1, 2]" in message
+        shutil.rmtree(newest)
+        shutil.rmtree(checkpoints / "step_00000001")
+        assert "checkpoint 9" in error_of(load_fresh, folder)  # all there is is damaged: not a fresh start, silently
+
+
+def test_checkpoint_keeps_the_newest_and_milestones():
+    with tempfile.TemporaryDirectory() as folder:
+        saved_run(folder, *range(1, 8), keep=2, keep_every=3)
+        assert Checkpointer(folder).steps() == [3, 6, 7]
+        assert not list(Path(folder, "checkpoints").glob(".tmp*"))
+        # resumed from further back: what came after belongs to what was undone
+        model = small()
+        optimizers = adamw(model)
+        checkpointer = Checkpointer(folder, keep=2)
+        checkpointer.load(model, optimizers, 3)
+        checkpointer.save(3, model, optimizers)  # just loaded: nothing to do
+        assert checkpointer.steps() == [3, 6, 7]
+        steps(model, optimizers)
+        _, printed = quietly(checkpointer.save, 4, model, optimizers)
+        assert checkpointer.steps() == [3, 4] and "[6, 7]" in printed
+        assert "keep=0" in error_of(Checkpointer, folder, 0)
+
+
+def test_checkpoint_replaces_a_damaged_one_of_the_same_step():
+    with tempfile.TemporaryDirectory() as folder:
+        _, _, content = saved_run(folder, 1, 2)
+        Path(folder, "checkpoints", "step_00000002", "state.json").write_text("{")
+        model = small()
+        optimizers = adamw(model)
+        checkpointer = Checkpointer(folder)
+        quietly(checkpointer.load, model, optimizers)
+        steps(model, optimizers)
+        checkpointer.save(2, model, optimizers, {"tokens": 20})
+        number, extra, loaded = load_fresh(folder)
+        assert (number, extra) == (2, {"tokens": 20}) and same(loaded, content[2])
+        assert sorted(p.name for p in Path(folder, "checkpoints").iterdir()) == ["step_00000001", "step_00000002"]
+
+
+def test_checkpoint_refuses_another_model_or_optimizer_and_touches_nothing():
+    with tempfile.TemporaryDirectory() as folder:
+        saved_run(folder, 1)
+        for model, build, words in (
+                (small(width=4), adamw, ["model.0.weight", "(16, 8)", "(16, 4)"]),
+                (small(extra=True), adamw, ["model.4.weight", "absent", "(8, 8)"]),
+                (small()[:3], adamw, ["model.3.weight", "(8, 8)", "absent"]),
+                (small(), muon_and_adamw, ["optimizer.AdamW.1.weight.exp_avg", "absent"]),
+                (small(), sgd, ["optimizer.AdamW.0.weight.exp_avg", "more"])):
+            optimizers = build(model)
+            before = copied(model, optimizers)
+            message = error_of(Checkpointer(folder).load, model, optimizers)
+            assert all(word in message for word in words), message
+            assert same(copied(model, optimizers), before)
+            assert all(not optimizer.state for optimizer in optimizers)
+
+
+def test_checkpoint_never_saves_what_is_not_finite():
+    with tempfile.TemporaryDirectory() as folder:
+        model, optimizers, _ = saved_run(folder, 1)
+        for bad in (float("nan"), float("inf"), -float("inf")):
+            with torch.no_grad():
+                model[1].weight[3, 3] = bad
+            assert "1.weight" in error_of(Checkpointer(folder).save, 2, model, optimizers)
+        assert Checkpointer(folder).steps() == [1]
+
+
+class Evil:
+    """Pickles to a call that leaves a mark."""
+
+    def __init__(self, mark):
+        self.mark = mark
+
+    def __reduce__(self):
+        return os.system, (f"touch {self.mark}",)
+
+
+def relist(folder):
+    """Make a tampered checkpoint's list of files agree with the files: an attacker can do that too."""
+    files = {path.name: checkpoint.fingerprint(path) for path in folder.iterdir() if path.name != "files.json"}
+    (folder / "files.json").write_text(json.dumps(files))
+
+
+def test_checkpoint_runs_no_code_of_a_hostile_file():
+    """Law 6: in the index, in an entry that is not a tensor, in a tensor's bytes, and a path that leaves the folder."""
+    import torch.distributed.checkpoint as dcp
+    from torch.distributed.checkpoint.metadata import Metadata
+
+    with tempfile.TemporaryDirectory() as top:
+        mark, good = Path(top, "mark"), Path(top, "good")
+        saved_run(good, 1)
+
+        def tampered(name):
+            shutil.copytree(good, Path(top, name))
+            return Path(top, name, "checkpoints", "step_00000001")
+
+        index = tampered("index")
+        (index / ".metadata").write_bytes(pickle.dumps(Evil(mark)))
+        nested = tampered("nested")
+        (nested / ".metadata").write_bytes(pickle.dumps(Metadata({"model.0.weight": Evil(mark)}, storage_data={})))
+        entry = tampered("entry")  # what DCP itself reads with torch.load(weights_only=False)
+        content = dict(checkpoint.tensors(small()), **{"model.note": Evil(mark)})
+        shutil.rmtree(entry)
+        dcp.save(content, checkpoint_id=entry)
+        for index_without_path in [entry / ".metadata"]:
+            metadata = pickle.loads(index_without_path.read_bytes())
+            metadata.storage_meta = None
+            index_without_path.write_bytes(pickle.dumps(metadata))
+        (entry / "state.json").write_text('{"step": 1, "extra": {}}')
+        tensor = tampered("tensor")  # each tensor is a torch.save of its own; replace the first one, same length
+        data = next(tensor.glob("*.distcp"))
+        metadata = checkpoint.read_index(tensor)
+        buffer = io.BytesIO()
+        torch.save(Evil(mark), buffer)
+        spot = max(metadata.storage_data.values(), key=lambda info: info.length)
+        raw = bytearray(data.read_bytes())
+        assert len(buffer.getvalue()) <= spot.length
+        spot_key = next(key for key, info in metadata.storage_data.items() if info is spot)
+        raw[spot.offset:spot.offset + len(buffer.getvalue())] = buffer.getvalue()
+        metadata.storage_data[spot_key].length = len(buffer.getvalue())
+        data.write_bytes(raw)
+        (tensor / ".metadata").write_bytes(pickle.dumps(metadata))
+        outside = tampered("outside")
+        metadata = checkpoint.read_index(outside)
+        for info in metadata.storage_data.values():
+            info.relative_path = "../../../good/checkpoints/step_00000001/__0_0.distcp"
+        (outside / ".metadata").write_bytes(pickle.dumps(metadata))
+        for folder, words in ((index, "system"), (nested, "system"), (entry, "BytesStorageMetadata"), (tensor, "posix.system"),
+                              (outside, "../../../good")):
+            relist(folder)
+            model = small(seed=1)
+            message = error_of(Checkpointer(folder.parent.parent).load, model, adamw(model))
+            assert words in message, message
+            assert not mark.exists(), folder
+            if folder not in (tensor,):
+                error_of(quietly, checkpoint.inspect, folder)
+                assert not mark.exists(), folder
+        files = json.loads((outside / "files.json").read_text())
+        files["../../../good/checkpoints/step_00000001/__0_0.distcp"] = files["__0_0.distcp"]
+        (outside / "files.json").write_text(json.dumps(files))
+        assert "out of the folder" in error_of(Checkpointer(Path(top, "outside")).load, small())
+
+
+def test_checkpoint_inspect_and_verify():
+    with tempfile.TemporaryDirectory() as folder:
+        saved_run(folder, 1, 2)
+        _, printed = quietly(checkpoint.inspect, folder)
+        assert "step: 2" in printed and "tokens" in printed and "model.1.weight" in printed and "(8, 8)" in printed
+        assert "float32" in printed
+        one = Path(folder, "checkpoints", "step_00000001")
+        assert "step: 1" in quietly(checkpoint.inspect, one)[1]
+        assert quietly(checkpoint.verify, folder)[1].count("as it was written") == 2
+    with tempfile.TemporaryDirectory() as folder:
+        assert folder in error_of(checkpoint.inspect, folder) and folder in error_of(checkpoint.verify, folder)
+        assert "nowhere" in error_of(checkpoint.inspect, "nowhere")
+
+
+def test_checkpoint_write_that_fails_names_the_file_and_costs_nothing():
+    """A full disk (a limit on file size stands for it), sync and async: the older one stays, the next save succeeds."""
+    code = """
+        import resource, signal, sys
+        sys.path.insert(0, TESTS)
+        from test_all import *
+        assert Checkpointer(sys.argv[1]).steps() == [5] and Checkpointer(sys.argv[1]).read_extra() == {"tokens": 50}
+        assert "torch.distributed.checkpoint" not in sys.modules  # 1.5 s that these must not cost
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        for asynchronous in (False, True):
+            folder = sys.argv[1] + str(asynchronous)
+            model, optimizers, content = saved_run(folder, 1)
+            checkpointer = Checkpointer(folder, keep=1, asynchronous=asynchronous)
+            steps(model, optimizers)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (3000, resource.RLIM_INFINITY))
+            if asynchronous:
+                checkpointer.save(2, model, optimizers)
+                message = error_of(checkpointer.finish, kind=OSError)
+                checkpointer.save(2, model, optimizers)
+                checkpointer.save(3, model, optimizers)  # waits for the one before, whose failure must not be lost
+                message = error_of(checkpointer.finish, kind=OSError)
+            else:
+                message = error_of(checkpointer.save, 2, model, optimizers, kind=OSError)
+            resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
+            assert "File too large" in message and "__0_" in message, message
+            assert [path.name for path in Path(folder, "checkpoints").iterdir()] == ["step_00000001"]
+            assert same(load_fresh(folder)[2], content[1])
+            checkpointer.check()
+            checkpointer.save(2, model, optimizers)
+            checkpointer.finish()
+            assert checkpointer.steps() == [2]
+    """.replace("TESTS", repr(str(HERE)))
+    with tempfile.TemporaryDirectory() as folder:
+        saved_run(folder, 5)
+        done = subprocess.run([sys.executable, "-c", textwrap.dedent(code), folder], capture_output=True, text=True, timeout=120,
+                              env=dict(os.environ, PYTHONPATH=str(HERE)))
+        assert done.returncode == 0, done.stdout + done.stderr
+
+
+# One group of two processes runs all the checks that need one.
+TWO = """
+import gc, os, sys
+sys.path.insert(0, TESTS)
+from test_all import *
+import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
+from torch.nn.parallel import DistributedDataParallel
+
+folder = sys.argv[1]
+dist.init_process_group("gloo")
+rank, mesh = dist.get_rank(), init_device_mesh("cpu", (2,))
+
+
+def ddp(seed=0):
+    model = small(seed)
+    return DistributedDataParallel(model), model
+
+
+def fsdp(seed=0):
+    model = small(seed)
+    for layer in model:
+        fully_shard(layer, mesh=mesh)
+    return fully_shard(model, mesh=mesh), model
+
+
+def whole(model, optimizers):
+    return {key: value.full_tensor().clone() if hasattr(value, "full_tensor") else value.clone()
+            for key, value in checkpoint.tensors(model, optimizers).items()}
+
+
+layouts = dict(ddp=ddp, fsdp=fsdp)
+for asynchronous in (False, True):
+    for name, build in layouts.items():
+        wrapped, model = build()
+        optimizers = muon_and_adamw(model) if name == "ddp" else adamw(model)
+        out = f"{folder}/{name}{asynchronous}"
+        checkpointer = Checkpointer(out, asynchronous=asynchronous, keep=2)
+        for step in range(1, 4):
+            steps(wrapped, optimizers)
+            reference = whole(model, optimizers)
+            checkpointer.check()
+            checkpointer.save(step, model, optimizers, {"rank": rank})
+        steps(wrapped, optimizers)
+        checkpointer.finish()
+        assert checkpointer.steps() == [2, 3]
+        for other in layouts.values():  # and on one process, below
+            _, fresh = other(seed=1)
+            fresh_optimizers = muon_and_adamw(fresh) if name == "ddp" else adamw(fresh)
+            assert Checkpointer(out).load(fresh, fresh_optimizers) == (3, {"rank": 0})
+            assert same(whole(fresh, fresh_optimizers), reference), (name, other)
+        if rank == 0:
+            torch.save(reference, out + "/reference.pt")
+        files = {path.name for path in (checkpointer.folder(3)).iterdir()}
+        assert {"__0_0.distcp", "__1_0.distcp"} <= files, files
+
+# A parameter that is not finite on one rank alone is refused on both; damage that one rank reads is skipped by both.
+wrapped, model = fsdp()
+optimizers = adamw(model)
+if rank == 1:
+    with torch.no_grad():
+        model[3].weight.to_local()[0, 0] = float("nan")
+checkpointer = Checkpointer(folder + "/fsdpFalse")
+assert "3.weight" in error_of(checkpointer.save, 9, model, optimizers)
+if rank == 0:
+    path = checkpointer.folder(3) / "__1_0.distcp"
+    raw = bytearray(path.read_bytes())
+    raw[len(raw) // 2] ^= 1
+    path.write_bytes(raw)
+dist.barrier()
+(step, _), printed = quietly(checkpointer.load, model, optimizers)
+assert step == 2 and ("__1_0.distcp" in printed) == (rank == 0), printed
+
+# One rank fails to write: both raise the same error, what was there stays, and the next save succeeds.
+import torch.distributed.checkpoint as dcp
+good = dcp.FileSystemWriter.write_data
+for asynchronous in (False, True):
+    checkpointer = Checkpointer(folder + "/fsdpFalse", asynchronous=asynchronous)
+    before = checkpointer.steps()
+    if rank == 1:
+        def full(self, plan, planner):
+            raise OSError(28, "No space left on device")
+        dcp.FileSystemWriter.write_data = full
+    if asynchronous:
+        checkpointer.save(20, model, optimizers)
+        while not checkpointer.pending.done():
+            time.sleep(0.01)
+        message = error_of(checkpointer.check, kind=OSError)
+    else:
+        message = error_of(checkpointer.save, 20, model, optimizers, kind=OSError)
+    assert "No space left" in message and "__1_" in message and "rank 1" in message, message
+    dcp.FileSystemWriter.write_data = good
+    assert checkpointer.steps() == before
+    dist.barrier()
+    checkpointer.save(20 + asynchronous, model, optimizers)
+    checkpointer.finish()
+    assert 20 + asynchronous in checkpointer.steps()
+    dist.barrier()
+
+# rank 0's commit fails
+checkpointer = Checkpointer(folder + "/fsdpFalse")
+checkpointer.commit = lambda *arguments: (_ for _ in ()).throw(OSError(13, "Permission denied"))
+assert "Permission denied" in error_of(checkpointer.save, 40, model, optimizers, kind=OSError)
+del wrapped, model, optimizers, fresh, fresh_optimizers, checkpointer
+gc.collect()
+dist.barrier()
+dist.destroy_process_group()
+"""
+
+
+def test_checkpoint_on_two_processes():
+    """DDP and FSDP2, saved and loaded across and on one process, sync and async; failures on one rank reach both."""
+    with tempfile.TemporaryDirectory() as folder:
+        script = Path(folder, "two.py")
+        script.write_text("import time\n" + TWO.replace("TESTS", repr(str(HERE))))
+        done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", script, folder],
+                              capture_output=True, text=True, timeout=120,
+                              env=dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=str(HERE)))
+        assert done.returncode == 0, done.stdout + done.stderr
+        for name, build in (("ddp", muon_and_adamw), ("fsdp", adamw)):
+            reference = torch.load(f"{folder}/{name}True/reference.pt", weights_only=True)
+            assert same(load_fresh(f"{folder}/{name}True", build=build)[2], reference)
+
+
+# ---- many processes ---------------------------------------------------------------------------------------------------
+
+SHAPES = {
+    "llama": dict(norm="rmsnorm", position="rope", mlp="swiglu", qk_norm=True),
+    "gpt2": dict(norm="layernorm", position="learned", mlp="gelu", bias=True),
+}
+
+
+def shaped(shape, tied):
+    """A GPT of 2 layers with 2 key/value heads; 67 ids, which no number of processes divides."""
+    return ModelConfig(vocab_size=67, seq_len=16, n_layer=2, n_head=4, n_kv_head=2, n_embd=32, tied=tied,
+                       **SHAPES[shape])
+
+
+def meta(config):
+    with torch.device("meta"):
+        return GPT(config)
+
+
+def local(tensor):
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
+
+
+def whole(tensor):
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def run_steps(world, shape, tied, steps=3, accumulation=2, optimizer="adamw", dtype="float32", evaluate=False,
+              **options):
+    """A short run on one layout: losses, gradient norms, the parameters that did not move, counts of elements."""
+    raw, dtype = meta(shaped(shape, tied)), getattr(torch, dtype)
+    model = distributed.parallelize(raw, world, seed=1, param_dtype=dtype, **options)
+    before = {name: whole(p).detach().clone() for name, p in raw.named_parameters()}
+    matrices = [p for name, p in raw.named_parameters() if p.ndim == 2 and "blocks" in name]
+    if optimizer == "muon":
+        from train import Muon
+        optimizer = Muon(matrices, torch.float32, lr=0.01)
+    else:
+        optimizer = torch.optim.AdamW(raw.parameters(), lr=1e-2)
+    autocast = torch.autocast("cpu", dtype, enabled=dtype != torch.float32 and not world.has("shard"))
+    generator, losses, norms = torch.Generator().manual_seed(0), [], []
+    for step in range(steps):
+        tokens = torch.randint(67, (8, 17), generator=generator)
+        x, y = tokens[:, :-1], tokens[:, 1:].clone()
+        y[0, :9] = y[5, 3:] = -100  # ranks and micro-batches differ in their number of targets
+        share = 8 // world.data_size
+        mine = slice(world.data_rank * share, (world.data_rank + 1) * share)
+        x, y = x[mine], y[mine]
+        if evaluate:
+            with torch.no_grad():
+                model(x, y)
+        count, total = world.sum((y != -100).sum()), torch.zeros(())
+        for i, (a, b) in enumerate(zip(x.chunk(accumulation), y.chunk(accumulation))):
+            distributed.accumulate(model, i == accumulation - 1)
+            with autocast:
+                loss = model(a, b)
+            (loss * (world.data_size / count)).backward()
+            total += loss.detach()
+        norms.append(distributed.clip_grad_norm(raw.parameters(), 1.0).item())
+        losses.append(world.sum(total).item() / count.item())
+        optimizer.step()
+        optimizer.zero_grad()
+    still = [name for name, p in raw.named_parameters() if torch.equal(whole(p), before[name])]
+    numel = sum(local(p).numel() for p in raw.parameters())
+    state = sum(local(t).numel() for s in optimizer.state.values() for t in s.values() if t.ndim)
+    names = [name for name, _ in raw.named_parameters()]
+    return dict(losses=losses, norms=norms, still=still, numel=numel, state=state, names=names)
+
+
+@lru_cache(maxsize=None)
+def alone(shape, tied, optimizer="adamw", dtype="float32", steps=3):
+    """The one-process run that the others must equal."""
+    return run_steps(distributed.World(torch.device("cpu")), shape, tied, steps, 1, optimizer, dtype)
+
+
+def torchrun(processes, *arguments, timeout=240):
+    """Run this file's `worker` in `processes` processes -> CompletedProcess."""
+    folder, file = os.path.split(os.path.abspath(__file__))
+    code = f"import sys, {file[:-3]} as tests; tests.worker(*sys.argv[1:])"
+    path = os.pathsep.join([folder, *filter(None, sys.path)])
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}",
+               "--no_python", sys.executable, "-c", code]
+    process = subprocess.Popen(command + list(arguments), stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+                               env=dict(os.environ, OMP_NUM_THREADS="1", PYTHONPATH=path))
+    try:
+        output, errors = process.communicate(timeout=timeout)
+    except subprocess.TimeoutExpired:
+        process.terminate()  # torchrun then ends its workers; killed, it would leave them behind
+        raise
+    return subprocess.CompletedProcess(command, process.returncode, output, errors)
+
+
+def worker(name, argument="null"):
+    """What each process of `torchrun` runs: the function `name`, on the JSON `argument`."""
+    globals()[name](json.loads(argument))
+
+
+def worker_layouts(cases):
+    """Run each [layout, options] one after the other in one process group; rank 0 prints a JSON line for each."""
+    world = distributed.start("cpu", timeout=120)
+    for shape, options in cases:
+        place = distributed.connect(shape, world.device)
+        found = run_steps(place, **options)
+        place.entered.close()
+        if world.writer:
+            print("FOUND" + json.dumps(found), flush=True)
+    distributed.stop(world)
+
+
+def difference(now, then):
+    """Largest relative difference of two runs' losses and gradient norms."""
+    return max(abs(a - b) / abs(b) for key in ("losses", "norms") for a, b in zip(now[key], then[key], strict=True))
+
+
+def check_layouts(processes, layouts, runs, tolerance=1e-4):
+    """Every layout x run equals one process in losses and gradient norms, and moves every parameter."""
+    cases = [(layout, dict(shape=shape, tied=tied, **options))
+             for layout, (shape, tied, options) in itertools.product(layouts, runs)]
+    done = torchrun(processes, "worker_layouts", json.dumps(cases), timeout=300 + 40 * len(cases))
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = [json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("FOUND")]
+    assert len(found) == len(cases)
+    for (layout, options), now in zip(cases, found):
+        keep = {key: options[key] for key in ("shape", "tied", "optimizer", "dtype", "steps") if key in options}
+        then = alone(**keep)
+        assert difference(now, then) < tolerance, (layout, options, now, then)
+        assert now["names"] == then["names"], "wrappers must not change the parameters' names"
+        assert "optimizer" in options or not now["still"], (layout, options, now["still"])
+    return found
+
+
+def test_one_process_moves_every_parameter():
+    for shape, tied in itertools.product(SHAPES, (True, False)):
+        now = run_steps(distributed.World(torch.device("cpu")), shape, tied, accumulation=4)
+        assert not now["still"] and difference(now, alone(shape, tied)) < 1e-4
+
+
+def test_law_1_two_processes():
+    """DDP, FSDP2 and tensor parallel equal one process; the planner's count of elements is the real one, exactly."""
+    layouts = [dict(replicate=2), dict(shard=2), dict(tp=2)]
+    found = check_layouts(2, layouts, [("llama", True, dict(evaluate=True)), ("gpt2", False, {})])
+    for layout, flags, now in zip(layouts, (dict(), dict(fsdp=True), dict(tp=2)), found[::2]):
+        predicted = distributed.plan(lambda: meta(shaped("llama", True)), gpus=2, seq_len=16, **flags)["memory"]
+        assert predicted["parameters"] == 4 * now["numel"], (layout, predicted, now)
+        assert predicted["moments"] == 4 * now["state"], (layout, predicted, now)
+
+
+def test_slow_law_1_four_processes():
+    """HSDP and FSDP2 x tensor parallel equal one process."""
+    check_layouts(4, [dict(replicate=2, shard=2), dict(shard=2, tp=2)], [("llama", False, dict(steps=2))])
+
+
+def test_slow_law_1_every_shape_and_checkpoint_policy():
+    runs = [(shape, tied, {}) for shape, tied in itertools.product(SHAPES, (True, False))]
+    policies = [("llama", True, dict(activation_checkpoint=policy)) for policy in ("block", "selective")]
+    check_layouts(2, [dict(replicate=2), dict(shard=2), dict(tp=2), dict(shard=1, tp=2)], runs + policies)
+    layouts = [dict(replicate=4), dict(shard=4), dict(replicate=2, shard=2), dict(shard=2, tp=2)]
+    check_layouts(4, layouts, runs + policies[1:])
+
+
+def test_slow_law_1_muon_and_bf16():
+    """Muon sees whole matrices in every layout (1e-3); FSDP2's mixed precision is within 1 % of autocast's."""
+    muon = [("llama", True, dict(optimizer="muon"))]
+    check_layouts(2, [dict(replicate=2), dict(shard=2), dict(tp=2)], muon, tolerance=1e-3)
+    check_layouts(4, [dict(replicate=2, shard=2), dict(shard=2, tp=2)], muon, tolerance=1e-3)
+    check_layouts(2, [dict(replicate=2), dict(shard=2)], [("llama", True, dict(dtype="bfloat16"))], tolerance=1e-2)
+
+
+def test_slow_law_1_compiled():
+    """Whole under DDP, per block under FSDP2 and tensor parallel, with checkpointed blocks."""
+    check_layouts(2, [dict(replicate=2), dict(tp=2)], [("llama", True, dict(compile=True, steps=2))])
+    check_layouts(2, [dict(shard=2)], [("llama", True, dict(compile=True, activation_checkpoint="block", steps=2))])
+
+
+def worker_manners(_):
+    """`first` outlasts the time-out of collectives, in order; `any` and `agree` agree; then rank 1 fails."""
+    world = distributed.start("cpu", fsdp=True, timeout=3)
+    with world.first():
+        if world.writer:
+            time.sleep(4)
+        print(f"TURN {world.rank}", flush=True)
+    assert world.any(world.rank == 1) and not world.any(False)
+    assert (world.sum(torch.tensor(1.5)).item(), world.data_size, world.size) == (3.0, 2, 2)
+
+    raw = meta(shaped("llama", True))
+    model = distributed.parallelize(raw, world, seed=1)
+    scaler, optimizer = torch.amp.GradScaler("cpu"), torch.optim.SGD(raw.parameters(), lr=1.0)
+    before = raw.norm.weight.to_local().clone()
+    scaler.scale(model(torch.zeros(1, 16, dtype=torch.long), torch.ones(1, 16, dtype=torch.long))).backward()
+    if world.rank == 1:
+        raw.norm.weight.grad.to_local().fill_(float("inf"))
+    scaler.unscale_(optimizer)
+    distributed.agree(scaler, optimizer)
+    scaler.step(optimizer)
+    scaler.update()
+    assert torch.equal(raw.norm.weight.to_local(), before) and scaler.get_scale() == 2.0 ** 15
+    print(f"AGREED {world.rank}", flush=True)
+    if world.rank == 1:
+        print(f"FAILS {time.time()}", flush=True)
+        raise RuntimeError("rank one fails")
+    world.barrier()
+
+
+def test_waiting_agreeing_and_failing():
+    """One process prepares while the others wait; a rank's exception ends the job with its traceback, not with code 0."""
+    done = torchrun(2, "worker_manners", timeout=100)
+    ended = time.time()
+    turns = [line for line in done.stdout.splitlines() if line.startswith("TURN")]
+    assert turns == ["TURN 0", "TURN 1"], done.stderr[-3000:]
+    assert done.stdout.count("AGREED") == 2, done.stderr[-3000:]
+    failed = float(next(line for line in done.stdout.splitlines() if line.startswith("FAILS")).split()[1])
+    assert done.returncode and "RuntimeError: rank one fails" in done.stderr and ended - failed < 30
+
+
+def test_wrong_layouts_are_one_line():
+    """Each is found before any process group waits."""
+    def launched(processes):
+        return mock.patch.dict(os.environ, {"WORLD_SIZE": str(processes)} if processes else {}, clear=False)
+    with launched(0):
+        os.environ.pop("WORLD_SIZE", None)
+        assert distributed.layout() == {}
+        fails(ValueError, "torchrun --standalone --nproc_per_node=2", distributed.layout, fsdp=True)
+        fails(ValueError, "--tp 4", distributed.start, "cpu", tp=4)
+    with launched(8):
+        fails(ValueError, "has no effect without --fsdp", distributed.layout, replicas=2)
+        fails(ValueError, "= 3: start 6", distributed.layout, fsdp=True, replicas=3)
+        fails(ValueError, "add --fsdp", distributed.layout, tp=2)
+        fails(ValueError, "n_head 6 is not divisible by --tp 4", distributed.layout, fsdp=True, tp=4, n_head=6, n_kv_head=6)
+        fails(ValueError, "at least 1", distributed.layout, tp=0)
+        assert distributed.layout() == dict(replicate=8)
+        assert distributed.layout(fsdp=True, replicas=2, tp=2) == dict(replicate=2, shard=2, tp=2)
+        assert distributed.layout(tp=8) == dict(tp=8)
+    with launched(1):
+        assert distributed.layout(fsdp=True) == dict(shard=1)
+    if not torch.cuda.is_available():
+        fails(ValueError, "take --device cpu", distributed.start, "cuda")
+
+
+def test_every_row_of_the_tensor_parallel_plan_names_a_module():
+    """And every parameter of both families belongs to a row."""
+    names = set()
+    for shape, tied in itertools.product(SHAPES, (True, False)):
+        raw = meta(shaped(shape, tied))
+        names |= {name.rpartition(".")[2] for name, _ in raw.named_modules()}
+        assert all(name.split(".")[-2] in distributed.PLAN for name, _ in raw.named_parameters())
+    assert set(distributed.PLAN) <= names
+
+
+def test_checkpointed_blocks_recompute_what_they_should():
+    """`selective` recomputes no matrix product, `block` all of them; both leave the gradients bit for bit the same."""
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    class Products(TorchDispatchMode):
+        count = 0
+
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            self.count += function in (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
+            return function(*args, **(kwargs or {}))
+    counts, gradients = {}, {}
+    tokens = torch.arange(17)[None]
+    for policy in "none", "selective", "block":
+        raw = meta(shaped("llama", True))
+        world = distributed.World(torch.device("cpu"))
+        model = distributed.parallelize(raw, world, seed=1, activation_checkpoint=policy)
+        loss = model(tokens[:, :-1], tokens[:, 1:])
+        with Products() as products:
+            loss.backward()
+        counts[policy] = products.count
+        gradients[policy] = torch.cat([p.grad.flatten() for p in raw.parameters()])
+    assert counts["selective"] == counts["none"] < counts["block"], counts
+    assert torch.equal(gradients["none"], gradients["selective"]) and torch.equal(gradients["none"], gradients["block"])
+
+
+def test_planner():
+    """Llama-3.1-8B over 64 GPUs: shards of the real model, what fits, and what to change where it does not."""
+    def build():
+        return meta(ModelConfig(**PRESETS["llama-3.1-8b"]))
+    found = distributed.plan(build, gpus=64, fsdp=True, seq_len=8192, activation_checkpoint="block")
+    assert found["fits"] and abs(found["memory"]["parameters"] / (4 * 8_030_261_248 / 64) - 1) < 0.01, found
+    assert not distributed.plan(build, gpus=64, seq_len=8192)["fits"]
+    output = io.StringIO()
+    arguments = ["distributed.py", "--model", "llama-3.1-8b", "--gpus", "8", "--seq_len", "8192"]
+    with mock.patch.object(sys, "argv", arguments), contextlib.redirect_stdout(output):
+        distributed.main()
+    assert "does not fit" in output.getvalue() and "fsdp" in output.getvalue(), output.getvalue()
+
+
+def test_planner_activations_are_those_that_autograd_keeps():
+    """Within 15 % of the bytes that one block's forward saves, eager on CPU, fp32."""
+    config = ModelConfig(vocab_size=67, seq_len=64, n_layer=1, n_head=4, n_kv_head=2, n_embd=128, **SHAPES["gpt2"])
+    raw = GPT(config)
+    weights, kept = {p.untyped_storage().data_ptr() for p in raw.parameters()}, {}
+
+    def pack(tensor):
+        kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        raw.blocks[0](torch.randn(2, 64, 128, requires_grad=True))
+    measured = sum(size for storage, size in kept.items() if storage not in weights)
+    predicted = 4 * 128 * distributed.activation_elements(raw.blocks[0], "none")
+    assert abs(predicted / measured - 1) < 0.15, (predicted, measured)
+
+
+def worker_exit(_):
+    world = distributed.start("cpu")
+    run_steps(world, "llama", True, steps=1)
+    distributed.stop(world)
+
+
+def test_slow_ten_runs_end_with_code_0():
+    codes = [torchrun(2, "worker_exit").returncode for _ in range(10)]
+    assert codes == [0] * 10, codes
 
 # ---- the runner ------------------------------------------------------------------------------------------------------
 

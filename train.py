@@ -1,7 +1,7 @@
 """The main job: text in, a trained GPT out. The loop that glues the other files together.
 
     python train.py                                              # a small model, on this machine, in about a minute
-    python train.py --data data/mine --model gpt2 --out out/mine # your data (see data.py), a published shape
+    python train.py --data data/mine --model gpt2 --out out/mine # your text (see data.py), a published shape
     torchrun --nproc_per_node=8 train.py --model gpt2            # the same run on eight GPUs
 
 Every number the loop needs follows from the flags, the seed and the step, so a run that was interrupted goes on exactly
@@ -12,6 +12,7 @@ import time
 STARTED = time.perf_counter()  # elapsed_s counts from here: importing torch is part of what a user waits for
 
 import argparse
+import collections
 import dataclasses
 import difflib
 import functools
@@ -37,7 +38,7 @@ from model import GPT, PRESETS, ModelConfig
 @dataclasses.dataclass
 class TrainConfig:
     """Train a GPT."""
-    data: Annotated[str, "folder of token shards, as data.py writes it; the default one prepares itself"] = "data/stdlib"
+    data: Annotated[str, "folder of token shards from data.py; the default one prepares itself"] = "data/stdlib"
     out: Annotated[str, "folder of the run: config, metrics, checkpoints"] = "out"
     model: Annotated[Literal[tuple(PRESETS)], "preset; the next flags change single fields of it"] = "nano"
     n_layer: Annotated[int | None, "blocks"] = None
@@ -46,32 +47,32 @@ class TrainConfig:
     n_embd: Annotated[int | None, "width"] = None
     seq_len: Annotated[int | None, "tokens a training sequence has; default: the preset's, at most 4096"] = None
     dropout: Annotated[float | None, "probability of dropping an activation or attention weight"] = None
-    steps: Annotated[int, "optimizer steps of the whole run"] = 600
+    steps: Annotated[int, "optimizer steps of the whole run"] = 200
     batch_size: Annotated[int, "sequences per optimizer step, over all processes"] = 16
-    micro_batch: Annotated[int | None, "sequences per device and forward; default: all of the device's share, at most 32"] = None
-    optimizer: Annotated[Literal["adamw", "muon", "sgd"], "muon: for the hidden matrices, AdamW for the rest"] = "adamw"
-    lr: Annotated[float | None, "peak learning rate; default: 3e-3 up to width 256, then falling as 1 / width"] = None
-    warmup: Annotated[int, "steps over which the learning rate rises from 0"] = 20
-    schedule: Annotated[Literal["cosine", "wsd"], "wsd: warm-up, stable, then linear decay over the last half"] = "cosine"
+    micro_batch: Annotated[int | None, "sequences per device and forward; default: its share, at most 32"] = None
+    optimizer: Annotated[Literal["muon", "adamw", "sgd"], "muon: for the hidden matrices, AdamW for the rest"] = "muon"
+    lr: Annotated[float | None, "peak learning rate; default: 0.64 / width, at most 0.01"] = None
+    warmup: Annotated[int, "steps over which the learning rate rises from 0"] = 10
+    schedule: Annotated[Literal["wsd", "cosine"], "wsd: warm-up, stable, then linear decay over the last half"] = "wsd"
     weight_decay: Annotated[float, "decoupled decay of matrices; vectors are never decayed"] = 0.1
     grad_clip: Annotated[float, "largest global gradient norm; 0: no clipping"] = 1.0
     seed: Annotated[int, "of the initial weights, the order of the data, dropout"] = 1337
     device: Annotated[Literal["auto", "cpu", "cuda", "mps"], "auto: the fastest there is"] = "auto"
-    dtype: Annotated[Literal["auto", "bf16", "fp16", "fp32"], "of the matrix products; auto: bf16 where it is fast"] = "auto"
+    dtype: Annotated[Literal["auto", "bf16", "fp16", "fp32"], "of matrix products; auto: bf16 if it is fast"] = "auto"
     compile: Annotated[Literal["auto", "on", "off"], "torch.compile; auto: on a GPU"] = "auto"
-    fsdp: Annotated[bool, "shard parameters, gradients and moments over the processes (FSDP2); default: replicate (DDP)"] = False
-    replicas: Annotated[int, "with --fsdp: copies of the sharded model, gradients are averaged across them (HSDP)"] = 1
+    fsdp: Annotated[bool, "shard parameters, gradients, moments (FSDP2), rather than replicate (DDP)"] = False
+    replicas: Annotated[int, "with --fsdp: copies of the sharded model (HSDP)"] = 1
     tp: Annotated[int, "processes that share each matrix product (tensor parallel)"] = 1
     activation_checkpoint: Annotated[Literal["none", "block", "selective"],
-                                     "recompute activations in backward; selective keeps matmul and attention outputs"] = "none"
+                                     "recompute in backward; selective keeps matmul and attention outputs"] = "none"
     attention: Annotated[Literal["sdpa", "reference"], "kernel; reference: the textbook formula, for learning"] = "sdpa"
-    save_every: Annotated[int, "steps between checkpoints, besides the one at the end; 0: none"] = 200
+    save_every: Annotated[int, "steps between checkpoints, besides the one at the end; 0: none"] = 100
     keep: Annotated[int, "newest checkpoints to keep"] = 2
     async_save: Annotated[bool, "write checkpoints while training goes on"] = False
     resume: Annotated[str, "auto: go on from the newest checkpoint in --out; never: start over; or a step"] = "auto"
-    eval_every: Annotated[int, "steps between evaluations, besides the one at the end; 0: none"] = 200
+    eval_every: Annotated[int, "steps between evaluations, besides the one at the end; 0: none"] = 100
     eval_tokens: Annotated[int, "tokens of an evaluation; 0: the whole validation split"] = 2 ** 16
-    log_every: Annotated[int, "steps between printed lines"] = 20
+    log_every: Annotated[int, "steps between printed lines"] = 10
 
     def __post_init__(self):
         """Refuse what cannot work, before anything is read or started."""
@@ -91,7 +92,7 @@ class TrainConfig:
 def parse_args(kind, prog, argv=None):
     """Command line -> instance of dataclass `kind`, the single source of flags, types, defaults and help.
 
-    A field without default is a positional argument, a list takes the remaining ones, a bool makes --flag and --no_flag.
+    A field without default is a positional argument, a list takes the remaining ones, a bool makes --x and --no_x.
     Hyphens and underscores are alike. Anything wrong, and any ValueError of the dataclass, is one line and exit code 2.
     """
     parser = argparse.ArgumentParser(prog, description=kind.__doc__, allow_abbrev=False)
@@ -128,7 +129,7 @@ def parse_args(kind, prog, argv=None):
 def underscored(word):
     """--save-every=5 -> --save_every=5; values and positional arguments stay as they are."""
     flag, equals, value = word.partition("=")
-    return flag.replace("-", "_").replace("__", "--", 1) + equals + value if word.startswith("--") and len(word) > 2 else word
+    return "--" + flag[2:].replace("-", "_") + equals + value if flag.startswith("--") else word
 
 
 def model_config(config, vocab_size):
@@ -142,7 +143,7 @@ def model_config(config, vocab_size):
 
 
 def learning_rate(step, config, peak):
-    """Learning rate of step 0 .. steps-1: a linear warm-up, then cosine to a tenth, or stable with linear decay to zero."""
+    """Rate of step 0 .. steps - 1: a linear warm-up, then stable and a linear decay to zero, or a cosine to a tenth."""
     if step < config.warmup:
         return peak * (step + 1) / config.warmup
     if config.schedule == "wsd":
@@ -152,10 +153,11 @@ def learning_rate(step, config, peak):
 
 
 class Muon(torch.optim.Muon):
-    """torch.optim.Muon (Jordan et al. 2024) for runs without bf16, and for sharded matrices.
+    """torch.optim.Muon (Jordan et al. 2024), for runs without bf16, sharded matrices, and many small ones.
 
-    torch's iteration always runs in bf16, which a CPU without the instructions computes a hundred times slower than fp32,
-    and on a sharded matrix communicates in each of its 15 products. Here it runs in `dtype`, on the whole matrix.
+    torch's iteration always runs in bf16, a hundred times slower than fp32 on a CPU without the instructions, and on a
+    sharded matrix it communicates in each of its 15 products. Here it runs in `dtype`, on whole matrices, and on all of
+    one shape at once.
     """
 
     def __init__(self, parameters, dtype, **options):
@@ -164,31 +166,43 @@ class Muon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure=None):
+        """One update of every matrix that has a gradient."""
+        for group in self.param_groups:
+            alike = collections.defaultdict(list)
+            for p in group["params"]:
+                if p.grad is not None:
+                    alike[p.shape].append(p)
+            for matrices in alike.values():
+                count = max(1, 2 ** 24 // matrices[0].numel())  # at once; large ones gain nothing and would cost memory
+                for first in range(0, len(matrices), count):
+                    self.update(matrices[first:first + count], group)
+
+    def update(self, matrices, group):
         """p -= lr * 0.2 sqrt(max(rows, columns)) * orthogonalized Nesterov momentum, after decoupled weight decay.
 
-        The factor makes an update about as large as AdamW's (Liu et al. 2025, eq. 4), so that one learning rate serves both.
+        The factor makes an update about as large as AdamW's (Liu et al. 2025, eq. 4): one learning rate serves both.
         """
-        for group in self.param_groups:
-            for p in group["params"]:
-                if p.grad is None:
-                    continue
-                if not self.state[p]:
-                    self.state[p]["momentum_buffer"] = torch.zeros_like(p.grad)
-                momentum = self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
-                update = distributed.whole(p.grad.lerp(momentum, group["momentum"]))
-                update = distributed.share(newton_schulz(update.to(self.dtype), group["ns_steps"]).float(), p)
-                p.mul_(1 - group["lr"] * group["weight_decay"])
-                p.sub_(update, alpha=group["lr"] * 0.2 * max(p.shape) ** 0.5)
+        directions = []
+        for p in matrices:
+            if not self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p.grad)
+            momentum = self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
+            directions.append(distributed.whole(p.grad.lerp(momentum, group["momentum"])))
+        directions = newton_schulz(torch.stack(directions).to(self.dtype), group["ns_steps"]).float()
+        for p, direction in zip(matrices, directions):
+            p.mul_(1 - group["lr"] * group["weight_decay"])
+            p.sub_(distributed.share(direction, p), alpha=group["lr"] * 0.2 * max(p.shape) ** 0.5)
 
 
 def newton_schulz(x, steps):
-    """The nearest (semi-)orthogonal matrix to x, roughly: singular values of 0.7 to 1.2 (Jordan et al. 2024)."""
-    if x.size(0) > x.size(1):
-        return newton_schulz(x.T, steps).T
-    x = x / x.norm().clamp(min=1e-7)  # now no singular value exceeds 1, where the polynomial pulls them towards 1
+    """About the nearest semi-orthogonal matrices to x (N, rows, columns): singular values 0.7 to 1.2."""
+    if x.size(-2) > x.size(-1):
+        return newton_schulz(x.mT, steps).mT
+    # After this no singular value exceeds 1, and the polynomial pulls all of them towards 1.
+    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
     for _ in range(steps):
-        gram = x @ x.T
-        x = 3.4445 * x + (-4.7750 * gram + 2.0315 * gram @ gram) @ x
+        gram = x @ x.mT
+        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
     return x
 
 
@@ -197,7 +211,8 @@ def build_optimizer(model, config, peak, dtype):
     hidden = [p for name, p in model.named_parameters() if p.dim() == 2 and name.startswith("blocks.")]
     tables = [p for name, p in model.named_parameters() if p.dim() == 2 and not name.startswith("blocks.")]
     vectors = [p for p in model.parameters() if p.dim() < 2]
-    groups = [dict(params=tables + ([] if config.optimizer == "muon" else hidden)), dict(params=vectors, weight_decay=0.0)]
+    decayed = tables if config.optimizer == "muon" else tables + hidden
+    groups = [dict(params=decayed), dict(params=vectors, weight_decay=0.0)]
     options = dict(lr=peak, weight_decay=config.weight_decay)
     if config.optimizer == "sgd":
         return [torch.optim.SGD(groups, momentum=0.9, nesterov=True, **options)]
@@ -208,13 +223,13 @@ def build_optimizer(model, config, peak, dtype):
 
 
 def pick_dtype(name, device):
-    """(torch dtype of the matrix products, why): bf16 by default where it is fast; asked-for bf16 and fp16 are taken as asked."""
+    """(torch dtype of the matrix products, why). By default bf16 where it is fast, else fp32."""
     asked = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     if name != "auto":
         return asked[name], "as asked"
     if device.type == "cuda":
         fast, reason = torch.cuda.is_bf16_supported(including_emulation=False), "this GPU has"
-    elif device.type == "cpu":  # every CPU computes bf16, those without AVX512-BF16 or AMX a hundred times slower: ask by doing
+    elif device.type == "cpu":
         fast, reason = faster_in_bf16(), "this CPU has"
     else:
         fast, reason = False, f"autocast on {device.type} has"
@@ -222,7 +237,7 @@ def pick_dtype(name, device):
 
 
 def faster_in_bf16(size=256):
-    """Whether a matrix product takes less time in bf16 than in fp32 on the CPU (about 0.1 s to find out)."""
+    """Whether this CPU has the instructions (AVX512-BF16, AMX): all compute bf16, others a hundred times slower."""
     seconds = {}
     for dtype in torch.float32, torch.bfloat16:
         a = torch.ones(size, size, dtype=dtype)
@@ -234,7 +249,7 @@ def faster_in_bf16(size=256):
 
 
 def pick_compile(name, device):
-    """(whether to compile, why not): torch.compile on the CPU fails at its first call where there is no C++ compiler."""
+    """(whether to compile, why not). Without a C++ compiler torch.compile fails only at the model's first call."""
     if name == "off" or name == "auto" and device.type != "cuda":
         return False, "off" if name == "off" else "off by default without a GPU"
     compilers = ["cl"] if os.name == "nt" else [os.environ.get("CXX", "g++"), "clang++"]
@@ -244,7 +259,7 @@ def pick_compile(name, device):
 
 
 def pick_micro_batch(config, processes):
-    """Sequences per device and forward; raises ValueError where the global batch does not divide, naming what would."""
+    """Sequences per device and forward; ValueError where the global batch does not divide, naming what would."""
     if config.batch_size % processes:
         near = max(processes, round(config.batch_size / processes) * processes)
         raise ValueError(f"--batch_size {config.batch_size} does not divide over {processes} processes: take {near}")
@@ -252,29 +267,36 @@ def pick_micro_batch(config, processes):
     divisors = [n for n in range(1, share + 1) if share % n == 0]
     if config.micro_batch and config.micro_batch not in divisors:
         near = min(divisors, key=lambda n: abs(n - config.micro_batch))
-        raise ValueError(f"--micro_batch {config.micro_batch} does not divide the {share} sequences each process has of "
-                         f"--batch_size {config.batch_size}: take {near}")
+        raise ValueError(f"--micro_batch {config.micro_batch} does not divide the {share} sequences each process has "
+                         f"of --batch_size {config.batch_size}: take {near}")
     return config.micro_batch or max(n for n in divisors if n <= 32)
 
 
 def open_metrics(path, step):
-    """out/metrics.jsonl, open for appending, without the lines after `step`: so no step is in it twice after a resume."""
+    """out/metrics.jsonl, open for appending, without the lines after `step`: after a resume no step is in it twice."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
-    path.write_text("".join(line + "\n" for line in kept), encoding="utf-8")
+    write_whole(path, "".join(line + "\n" for line in kept))
     return open(path, "a", encoding="utf-8")
+
+
+def write_whole(path, text):
+    """Write under a temporary name, then rename: `path` is never half a file."""
+    temporary = path.with_name(path.name + ".tmp")
+    temporary.write_text(text, encoding="utf-8")
+    temporary.replace(path)
 
 
 def write_metrics(run, **values):
     """Append one line of out/metrics.jsonl; what is not a number (NaN, unknown) is null."""
     if run.world.writer:
-        numbers = {name: value if value is not None and math.isfinite(value) else None for name, value in values.items()}
-        run.metrics.write(json.dumps(numbers) + "\n")
+        known = {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
+        run.metrics.write(json.dumps({name: known.get(name) for name in values}) + "\n")
         run.metrics.flush()
 
 
 def watch_signals():
-    """List that fills with the signals that ask to stop (Ctrl-C, SIGTERM, Slurm's SIGUSR1); a second Ctrl-C leaves at once."""
+    """List that fills with signals to stop: Ctrl-C, SIGTERM, Slurm's SIGUSR1. A second Ctrl-C leaves at once."""
     caught = []
 
     def note(number, frame):
@@ -288,7 +310,7 @@ def watch_signals():
 
 
 def setup(config, world, micro_batch):
-    """All that can fail before step 0 -> the run's parts. Raises ValueError, OSError or ImportError with one clear line."""
+    """All that can fail before step 0 -> the run's parts. ValueError, OSError or ImportError hold one clear line."""
     fields = model_config(config, vocab_size=1)
     say = functools.partial(print, flush=True) if world.writer else lambda *words: None
     with world.first():
@@ -306,7 +328,7 @@ def setup(config, world, micro_batch):
         raw = GPT(fields, config.attention)
     model = distributed.parallelize(raw, world, param_dtype=dtype, activation_checkpoint=config.activation_checkpoint,
                                     compile=compiled, seed=config.seed)
-    peak_lr = config.lr or 3e-3 * min(1.0, 256 / fields.n_embd)
+    peak_lr = config.lr or min(0.01, 0.64 / fields.n_embd)
     optimizers = build_optimizer(raw, config, peak_lr, dtype)
     scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
     step, extra = checkpointer.load(raw, optimizers, explicit_step(config)) if resuming else (0, {})
@@ -318,18 +340,20 @@ def setup(config, world, micro_batch):
         f"tokenizer {dataset.meta['tokenizer']} of {fields.vocab_size:,}")
     say(f"model     {config.model}: {raw.num_params():,} parameters, {fields.n_layer} layers x {fields.n_embd}, "
         f"sequences of {fields.seq_len}")
-    say(f"batch     {config.batch_size} sequences = {world.data_size} processes x {accumulation} micro-batches x {micro_batch}; "
-        f"{config.batch_size * fields.seq_len:,} tokens a step")
+    say(f"batch     {config.batch_size} sequences = {world.data_size} processes x {accumulation} micro-batches x "
+        f"{micro_batch}; {config.batch_size * fields.seq_len:,} tokens a step")
     say(f"machine   {world.size} x {world.device.type}, {str(dtype)[6:]} ({why_dtype}), compile {why_compile}, "
         f"peak {peak / 1e12:.2f} TFLOP/s ({source})")
     say(f"optimizer {config.optimizer}, peak lr {peak_lr:.2e}, {config.schedule}; "
         + (f"resumed at step {step} of {config.steps}" if resuming else f"{config.steps} steps from scratch"))
     return SimpleNamespace(
         config=config, world=world, say=say, dataset=dataset, validation=validation, micro_batch=micro_batch,
-        accumulation=accumulation, unsaved=False, raw=raw, model=model, optimizers=optimizers, scaler=scaler, peak_lr=peak_lr, step=step,
-        meter=profile.Meter(raw.flops_per_token(fields.seq_len), peak * world.size, world.device), checkpointer=checkpointer,
+        accumulation=accumulation, raw=raw, model=model, optimizers=optimizers, scaler=scaler, peak_lr=peak_lr,
+        step=step, checkpointer=checkpointer, unsaved=False,
+        meter=profile.Meter(raw.flops_per_token(fields.seq_len), peak * world.size, world.device),
         metrics=open_metrics(Path(config.out, "metrics.jsonl"), step) if world.writer else None,
-        autocast=torch.autocast(world.device.type, dtype, enabled=dtype != torch.float32))
+        # FSDP2 hands its modules weights that are in `dtype` already.
+        autocast=torch.autocast(world.device.type, dtype, enabled=dtype != torch.float32 and not world.has("shard")))
 
 
 def explicit_step(config):
@@ -351,21 +375,20 @@ def open_run(config, fields, meta, world, say):
     checkpointer = checkpoint.Checkpointer(out, config.keep, config.async_save)
     saved = checkpointer.read_extra(explicit_step(config))
     if saved:
-        then, now = dict(saved["model"], tokenizer=saved["tokenizer"]), dict(dataclasses.asdict(fields), tokenizer=meta["tokenizer"])
-        for name in now:
-            if then.get(name) != now[name]:
-                raise ValueError(f"{out} holds a run with {name} {then.get(name)}, but the flags say {now[name]}: "
+        then = dict(saved["model"], tokenizer=saved["tokenizer"])
+        for name, now in dict(dataclasses.asdict(fields), tokenizer=meta["tokenizer"]).items():
+            if then.get(name) != now:
+                raise ValueError(f"{out} holds a run with {name} {then.get(name)}, but the flags say {now}: "
                                  "use the same flags, another --out, or --resume never")
-        changed = [f"--{name} {saved['config'].get(name)} is now {value}" for name, value in dataclasses.asdict(config).items()
-                   if name not in ("resume", "out") and saved["config"].get(name) != value]
+        then = saved["config"]
+        changed = [f"--{name} {then.get(name)} is now {now}" for name, now in dataclasses.asdict(config).items()
+                   if name not in ("resume", "out") and then.get(name) != now]
         if changed:
             say(f"note      since the checkpoint, {'; '.join(changed)}")
     if world.writer:
         out.mkdir(parents=True, exist_ok=True)
-        temporary = out / "config.json.tmp"
-        temporary.write_text(json.dumps(dict(config=dataclasses.asdict(config), model=dataclasses.asdict(fields),
-                                             tokenizer=meta["tokenizer"]), indent=2) + "\n", encoding="utf-8")
-        temporary.replace(out / "config.json")
+        content = dict(config=dataclasses.asdict(config), model=dataclasses.asdict(fields), tokenizer=meta["tokenizer"])
+        write_whole(out / "config.json", json.dumps(content, indent=2) + "\n")
     return checkpointer, saved is not None
 
 
@@ -398,7 +421,7 @@ def optimizer_step(run, batches, step):
 
 @torch.no_grad()
 def evaluate(run):
-    """Loss in nats and bits per byte over fixed windows of the validation split, the same in every layout and every time."""
+    """Loss in nats and bits per byte over fixed windows of the validation split: the same in every layout."""
     world, batch, windows = run.world, run.micro_batch, run.validation.windows
     if run.config.eval_tokens:
         windows = min(windows, math.ceil(run.config.eval_tokens / run.raw.config.seq_len))
@@ -409,7 +432,8 @@ def evaluate(run):
         mine = range(first + world.data_rank * batch, first + (world.data_rank + 1) * batch)
         pairs = [run.validation.fixed(min(i, windows - 1)) for i in mine]
         x = torch.stack([x for x, _ in pairs]).to(world.device)  # (B, T)
-        y = torch.stack([y if i < windows else torch.full_like(y, -100) for i, (_, y) in zip(mine, pairs)]).to(world.device)
+        y = torch.stack([y if i < windows else torch.full_like(y, -100) for i, (_, y) in zip(mine, pairs)])
+        y = y.to(world.device)
         with run.autocast:
             total += run.model(x, y)
         targets += (y != -100).sum()
@@ -429,24 +453,25 @@ def evaluate_and_report(run, step):
 
 
 def report(run, pending):
-    """Write the metrics of the steps in `pending`, [(step, loss, norm, elapsed)], print the last one's, and empty it."""
+    """Write the metrics of the steps in `pending`, [(step, loss, norm, elapsed)], print the last one's, empty it."""
     tokens = run.config.batch_size * run.raw.config.seq_len
     speed = run.meter.read(tokens * len(pending))
     speed["data_wait_s"] /= len(pending)
     for step, loss, norm, elapsed in pending:
-        values = dict(step=step, loss=loss.item(), lr=learning_rate(step - 1, run.config, run.peak_lr), grad_norm=norm.item(),
-                      tokens=step * tokens, **speed, elapsed_s=elapsed)
+        values = dict(step=step, loss=loss.item(), lr=learning_rate(step - 1, run.config, run.peak_lr),
+                      grad_norm=norm.item(), tokens=step * tokens, **speed, elapsed_s=elapsed)
         write_metrics(run, **values)
     pending.clear()
-    run.say(f"step {step:>{len(str(run.config.steps))}}/{run.config.steps}  loss {values['loss']:.4f}  lr {values['lr']:.2e}  "
-            f"norm {values['grad_norm']:.2f}  {speed['tokens_per_s']:,.0f} tokens/s  MFU {speed['mfu']:.0%}  {elapsed:.0f} s")
+    of, rate = run.config.steps, speed["tokens_per_s"]
+    run.say(f"step {step:>{len(str(of))}}/{of}  loss {values['loss']:.4f}  lr {values['lr']:.2e}  "
+            f"norm {values['grad_norm']:.2f}  {rate:,.0f} tokens/s  MFU {speed['mfu']:.0%}  {elapsed:.0f} s")
 
 
 def save(run, step):
     """Write a checkpoint of `step`; all else that a resumed run needs follows from the step."""
     extra = dict(config=dataclasses.asdict(run.config), model=dataclasses.asdict(run.raw.config),
-                 tokenizer=run.dataset.meta["tokenizer"], scaler=run.scaler.state_dict(),
-                 tokens=step * run.config.batch_size * run.raw.config.seq_len)
+                 tokenizer=run.dataset.meta["tokenizer"], data=os.path.abspath(run.config.data),
+                 scaler=run.scaler.state_dict(), tokens=step * run.config.batch_size * run.raw.config.seq_len)
     run.unsaved = False
     guard(run, run.checkpointer.save, step, run.raw, run.optimizers, extra)
 
@@ -464,18 +489,20 @@ def show_sample(run, tokens=200):
     """Print how the model continues the validation text. Every process computes it, for the model may be sharded."""
     if run.dataset.meta["tokenizer"] is None:
         return run.say("no sample: meta.json names no tokenizer")
+    if run.world.has("tp"):
+        return run.say("no sample: --tp splits sequences, and generation has one token at a time (model.py can)")
     tokenizer = data.load_tokenizer(run.dataset.meta["tokenizer"], run.config.data)
     prompt = run.validation.fixed(0)[0][:min(32, run.raw.config.seq_len // 2)].tolist()
     if run.raw.position is not None:
         tokens = min(tokens, run.raw.config.seq_len - len(prompt))
     run.raw.eval()
     with run.autocast:
-        new, = run.raw.generate([prompt], tokens, temperature=0.8, seed=run.config.seed)
+        new, = run.raw.generate([prompt], tokens, temperature=0.8, seed=run.config.seed, stop=tokenizer.eot_token)
     run.say(f"---- sample: {tokenizer.decode(prompt)!r} goes on ----\n{tokenizer.decode(new)}\n----")
 
 
 def train(config):
-    """Run the whole job that `config` describes -> exit code: 0 complete, 1 not saved, 128 + signal when asked to stop."""
+    """Run the whole job that `config` describes -> exit code: 0 complete, 1 not saved, 128 + signal."""
     fields = model_config(config, vocab_size=1)
     try:
         world = distributed.start(config.device, config.fsdp, config.replicas, config.tp,
@@ -498,11 +525,11 @@ def loop(run):
     """The training loop, from the run's step to the last one, and the sample at its end -> exit code."""
     config, say, step = run.config, run.say, run.step
     if step >= config.steps:
-        say(f"{config.out} is complete at step {step}. Go on: --steps {2 * step}. Sample: python model.py {config.out}. "
-            "Start over: --resume never")
+        say(f"{config.out} is complete at step {step}. Go on: --steps {2 * step}. Start over: --resume never. "
+            f'Sample: python model.py {config.out} "..."')
         return 0
-    batches = data.batches(run.dataset, step, config.batch_size, run.micro_batch, run.world.data_rank, run.world.data_size,
-                           run.world.device)
+    batches = data.batches(run.dataset, step, config.batch_size, run.micro_batch, run.world.data_rank,
+                           run.world.data_size, run.world.device)
     signals, stopping, pending = watch_signals(), False, []
     run.meter.start()
     while step < config.steps and not stopping:
@@ -510,8 +537,8 @@ def loop(run):
         step += 1
         pending.append((step, loss, norm, time.perf_counter() - STARTED))
         stopping = run.world.any(bool(signals))  # a signal may have reached one process alone
-        last = stopping or step == config.steps
-        log, check, keep = (last or every and step % every == 0 for every in (config.log_every, config.eval_every, config.save_every))
+        last, cadences = stopping or step == config.steps, (config.log_every, config.eval_every, config.save_every)
+        log, check, keep = (last or every and step % every == 0 for every in cadences)
         if log or check or keep:
             report(run, pending)
         if check and not stopping:
@@ -527,8 +554,8 @@ def loop(run):
         say(f"stopped at step {step} by {signal.Signals(number).name}: the same command goes on from there")
         return 128 + number
     show_sample(run)
-    say(f"{config.out} is complete at step {step}. Sample: python model.py {config.out} \"...\". Go on: --steps {2 * step}. "
-        "Scale up: torchrun --nproc_per_node=8 train.py --model gpt2")
+    say(f'{config.out} is complete at step {step}. Sample: python model.py {config.out} "...". Go on: --steps '
+        f"{2 * step}. Scale up: torchrun --nproc_per_node=8 train.py --model gpt2")
     return int(run.unsaved)
 
 
