@@ -210,8 +210,6 @@ class Checkpointer:
     """
 
     def __init__(self, out, keep=2, asynchronous=False, keep_every=0):
-        if keep < 1:
-            raise ValueError(f"keep={keep}: at least 1, the newest checkpoint, has to stay")
         self.root, self.asynchronous = Path(out) / "checkpoints", asynchronous
         self.keep, self.keep_every = keep, keep_every
         # A group of its own: on the default one the writing thread's messages mix with the training step's and hang.

@@ -150,29 +150,20 @@ class Attention(nn.Module):
         return self.o(y.transpose(1, 2).flatten(2))
 
 
-class SwiGLU(nn.Module):
-    """down(silu(gate(x)) * up(x)) (Shazeer 2020)."""
+class MLP(nn.Module):
+    """SwiGLU, down(silu(gate(x)) * up(x)) (Shazeer 2020), or GPT-2's down(gelu(up(x))) with the GELU's tanh form."""
 
     def __init__(self, config):
         super().__init__()
-        self.gate = nn.Linear(config.n_embd, config.n_hidden, bias=config.bias)
-        self.up = nn.Linear(config.n_embd, config.n_hidden, bias=config.bias)
-        self.down = nn.Linear(config.n_hidden, config.n_embd, bias=config.bias)
+        C, hidden, bias = config.n_embd, config.n_hidden, config.bias
+        self.gate = nn.Linear(C, hidden, bias=bias) if config.mlp == "swiglu" else None
+        self.up = nn.Linear(C, hidden, bias=bias)
+        self.down = nn.Linear(hidden, C, bias=bias)
 
     def forward(self, x):
-        return self.down(F.silu(self.gate(x)) * self.up(x))
-
-
-class GELU(nn.Module):
-    """down(gelu(up(x))), with GPT-2's tanh form of the GELU."""
-
-    def __init__(self, config):
-        super().__init__()
-        self.up = nn.Linear(config.n_embd, config.n_hidden, bias=config.bias)
-        self.down = nn.Linear(config.n_hidden, config.n_embd, bias=config.bias)
-
-    def forward(self, x):
-        return self.down(F.gelu(self.up(x), approximate="tanh"))
+        """x (B, T, C) -> (B, T, C)."""
+        up = self.up(x)  # (B, T, hidden)
+        return self.down(F.gelu(up, approximate="tanh") if self.gate is None else F.silu(self.gate(x)) * up)
 
 
 class Block(nn.Module):
@@ -183,7 +174,7 @@ class Block(nn.Module):
         self.attn_norm = make_norm(config)
         self.attn = Attention(config, layer, backend)
         self.mlp_norm = make_norm(config)
-        self.mlp = SwiGLU(config) if config.mlp == "swiglu" else GELU(config)
+        self.mlp = MLP(config)
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, rope=None, mask=None, cache=None):

@@ -24,6 +24,7 @@ def __getattr__(name):
 
 # torch is imported inside the functions: `python -m cProfile` should not wait for it.
 import time
+import timeit
 
 # Dense bf16/fp16 TFLOP/s by a part of the device's name, from the vendors' data sheets (sparse figures are twice that).
 # The first match counts, so a longer name stands before the shorter one it contains.
@@ -43,14 +44,12 @@ def peak_flops(device, dtype):
                 return tflops * 1e12, f"{name}'s dense peak"
     size = 1024 if device.type == "cpu" else 8192
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
-    best = float("inf")
-    for _ in range(4):  # the first call chooses and loads the kernel
-        synchronize(device)
-        start = time.perf_counter()
+
+    def product():
         a @ b
         synchronize(device)
-        best = min(best, time.perf_counter() - start)
-    return 2 * size ** 3 / best, f"measured here on {size} x {size} matrices"
+    seconds = min(timeit.repeat(product, number=1, repeat=4))  # the first call chooses and loads the kernel
+    return 2 * size ** 3 / seconds, f"measured here on {size} x {size} matrices"
 
 
 def synchronize(device):

@@ -345,7 +345,7 @@ def test_newton_schulz_makes_orthogonal():
     from torch.optim._muon import _zeropower_via_newtonschulz
     for shape in (16, 40), (40, 16):
         x = torch.randn(shape)
-        found = train_file.newton_schulz(x[None], 5)[0]
+        found = train_file.newton_schulz(x, 5)
         assert ((values := torch.linalg.svdvals(found)) > 0.5).all() and (values < 1.3).all(), values
         theirs = _zeropower_via_newtonschulz(x, (3.4445, -4.775, 2.0315), 5, 1e-7).float()
         assert (found - theirs).abs().max() < 0.05
@@ -360,19 +360,24 @@ def test_bf16_loss_is_close_to_fp32():
     assert half.dtype == torch.float32 and half != full and abs(half / full - 1) < 0.005, (half, full)
 
 
-def test_compiled_equals_eager_without_graph_breaks():
+def test_compiled_equals_eager_without_graph_breaks(backend="aot_eager"):
     """Loss and gradients of the compiled model; `fullgraph=True` fails at the first graph break."""
-    if not train_file.pick_compile("on", torch.device("cpu"))[0]:
-        raise Skip("torch.compile needs a C++ compiler")
     model, tokens = tiny(n_layer=1, qk_norm=True), torch.randint(64, (2, 17))
     results = []
-    for call in model, torch.compile(model, fullgraph=True):
+    for call in model, torch.compile(model, fullgraph=True, backend=backend):
         model.zero_grad()
         loss = call(tokens[:, :-1], tokens[:, 1:])
         loss.backward()
         results.append((loss.item(), model.embed.weight.grad.clone()))
     (eager, grad), (compiled, other) = results
     assert abs(compiled / eager - 1) < 1e-5 and (grad - other).abs().max() < 1e-4 * grad.abs().max()
+
+
+def test_slow_compiled_by_inductor():
+    """The same through the C++ (or Triton) code that training runs."""
+    if not train_file.pick_compile("on", torch.device("cpu"))[0]:
+        raise Skip("torch.compile needs a C++ compiler")
+    test_compiled_equals_eager_without_graph_breaks("inductor")
 
 
 def test_learning_rate_schedules():
@@ -1181,7 +1186,6 @@ def test_checkpoint_keeps_the_newest_and_milestones():
         steps(model, optimizers)
         _, printed = quietly(checkpointer.save, 4, model, optimizers)
         assert checkpointer.steps() == [3, 4] and "[6, 7]" in printed
-        assert "keep=0" in error_of(Checkpointer, folder, 0)
 
 
 def test_checkpoint_replaces_a_damaged_one_of_the_same_step():

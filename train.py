@@ -12,7 +12,6 @@ import time
 STARTED = time.perf_counter()  # elapsed_s counts from here: importing torch is part of what a user waits for
 
 import argparse
-import collections
 import dataclasses
 import difflib
 import functools
@@ -22,6 +21,7 @@ import os
 import shutil
 import signal
 import sys
+import timeit
 from pathlib import Path
 from types import SimpleNamespace, UnionType
 from typing import Annotated, Literal, get_args, get_origin, get_type_hints
@@ -61,6 +61,7 @@ class TrainConfig:
     dtype: Annotated[Literal["auto", "bf16", "fp16", "fp32"], "of matrix products; auto: bf16 if it is fast"] = "auto"
     compile: Annotated[Literal["auto", "on", "off"], "torch.compile; auto: on a GPU"] = "auto"
     fsdp: Annotated[bool, "shard parameters, gradients, moments (FSDP2), rather than replicate (DDP)"] = False
+    reshard: Annotated[bool, "free a block's gathered weights between forward and backward"] = True
     replicas: Annotated[int, "with --fsdp: copies of the sharded model (HSDP)"] = 1
     tp: Annotated[int, "processes that share each matrix product (tensor parallel)"] = 1
     activation_checkpoint: Annotated[Literal["none", "block", "selective"],
@@ -86,6 +87,8 @@ class TrainConfig:
             raise ValueError(f"--lr is {self.lr}, expected a positive number")
         if self.resume not in ("auto", "never") and not self.resume.isdecimal():
             raise ValueError(f"--resume is {self.resume!r}, expected auto, never or the number of a step")
+        if not self.reshard and not self.fsdp:
+            raise ValueError("--no_reshard has no effect without --fsdp: add --fsdp, or drop --no_reshard")
         model_config(self, vocab_size=1)
 
 
@@ -105,10 +108,8 @@ def parse_args(kind, prog, argv=None):
             options["choices"] = get_args(hint)
         elif hint is not bool:
             options["type"] = get_args(hint)[0] if get_origin(hint) in (list, UnionType) else hint
-        if get_origin(hint) is list:
-            parser.add_argument(field.name, nargs="*", **options)
-        elif field.default is dataclasses.MISSING:
-            parser.add_argument(field.name, **options)
+        if field.default is dataclasses.MISSING:
+            parser.add_argument(field.name, nargs="*" if get_origin(hint) is list else None, **options)
         elif hint is bool:
             parser.add_argument("--" + field.name, action="store_true", default=default, help=options["help"])
             parser.add_argument("--no_" + field.name, dest=field.name, action="store_false", help=argparse.SUPPRESS)
@@ -153,11 +154,10 @@ def learning_rate(step, config, peak):
 
 
 class Muon(torch.optim.Muon):
-    """torch.optim.Muon (Jordan et al. 2024), for runs without bf16, sharded matrices, and many small ones.
+    """torch.optim.Muon (Jordan et al. 2024), for runs without bf16 and for sharded matrices.
 
     torch's iteration always runs in bf16, a hundred times slower than fp32 on a CPU without the instructions, and on a
-    sharded matrix it communicates in each of its 15 products. Here it runs in `dtype`, on whole matrices, and on all of
-    one shape at once.
+    sharded matrix it communicates in each of its 15 products. Here it runs in `dtype` and on whole matrices.
     """
 
     def __init__(self, parameters, dtype, **options):
@@ -166,43 +166,29 @@ class Muon(torch.optim.Muon):
 
     @torch.no_grad()
     def step(self, closure=None):
-        """One update of every matrix that has a gradient."""
-        for group in self.param_groups:
-            alike = collections.defaultdict(list)
-            for p in group["params"]:
-                if p.grad is not None:
-                    alike[p.shape].append(p)
-            for matrices in alike.values():
-                count = max(1, 2 ** 24 // matrices[0].numel())  # at once; large ones gain nothing and would cost memory
-                for first in range(0, len(matrices), count):
-                    self.update(matrices[first:first + count], group)
-
-    def update(self, matrices, group):
         """p -= lr * 0.2 sqrt(max(rows, columns)) * orthogonalized Nesterov momentum, after decoupled weight decay.
 
         The factor makes an update about as large as AdamW's (Liu et al. 2025, eq. 4): one learning rate serves both.
         """
-        directions = []
-        for p in matrices:
-            if not self.state[p]:
-                self.state[p]["momentum_buffer"] = torch.zeros_like(p.grad)
-            momentum = self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
-            directions.append(distributed.whole(p.grad.lerp(momentum, group["momentum"])))
-        directions = newton_schulz(torch.stack(directions).to(self.dtype), group["ns_steps"]).float()
-        for p, direction in zip(matrices, directions):
-            p.mul_(1 - group["lr"] * group["weight_decay"])
-            p.sub_(distributed.share(direction, p), alpha=group["lr"] * 0.2 * max(p.shape) ** 0.5)
+        for group in self.param_groups:
+            for p in filter(lambda p: p.grad is not None, group["params"]):
+                if not self.state[p]:
+                    self.state[p]["momentum_buffer"] = torch.zeros_like(p.grad)
+                momentum = self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
+                update = distributed.whole(p.grad.lerp(momentum, group["momentum"])).to(self.dtype)
+                update = newton_schulz(update, group["ns_steps"]).float()
+                p.mul_(1 - group["lr"] * group["weight_decay"])
+                p.sub_(distributed.share(update, p), alpha=group["lr"] * 0.2 * max(p.shape) ** 0.5)
 
 
 def newton_schulz(x, steps):
-    """About the nearest semi-orthogonal matrices to x (N, rows, columns): singular values 0.7 to 1.2."""
-    if x.size(-2) > x.size(-1):
-        return newton_schulz(x.mT, steps).mT
-    # After this no singular value exceeds 1, and the polynomial pulls all of them towards 1.
-    x = x / x.norm(dim=(-2, -1), keepdim=True).clamp(min=1e-7)
+    """About the nearest semi-orthogonal matrix to the matrix x: singular values of 0.7 to 1.2."""
+    if x.size(0) > x.size(1):
+        return newton_schulz(x.T, steps).T
+    x = x / x.norm().clamp(min=1e-7)  # no singular value exceeds 1 now, and the polynomial pulls all of them towards 1
     for _ in range(steps):
-        gram = x @ x.mT
-        x = torch.baddbmm(x, torch.baddbmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
+        gram = x @ x.T
+        x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
     return x
 
 
@@ -224,44 +210,35 @@ def build_optimizer(model, config, peak, dtype):
 
 def pick_dtype(name, device):
     """(torch dtype of the matrix products, why). By default bf16 where it is fast, else fp32."""
-    asked = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
     if name != "auto":
-        return asked[name], "as asked"
+        return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[name], "as asked"
+    fast = device.type == "cpu" and faster_in_bf16()
     if device.type == "cuda":
-        fast, reason = torch.cuda.is_bf16_supported(including_emulation=False), "this GPU has"
-    elif device.type == "cpu":
-        fast, reason = faster_in_bf16(), "this CPU has"
-    else:
-        fast, reason = False, f"autocast on {device.type} has"
-    return (torch.bfloat16, f"{reason} fast bf16") if fast else (torch.float32, f"{reason} no fast bf16")
+        fast = torch.cuda.is_bf16_supported(including_emulation=False)
+    return (torch.bfloat16, "fast here") if fast else (torch.float32, f"bf16 is not fast on this {device.type}")
 
 
-def faster_in_bf16(size=256):
+def faster_in_bf16():
     """Whether this CPU has the instructions (AVX512-BF16, AMX): all compute bf16, others a hundred times slower."""
-    seconds = {}
-    for dtype in torch.float32, torch.bfloat16:
-        a = torch.ones(size, size, dtype=dtype)
-        a @ a  # the first call chooses and loads the kernel
-        start = time.perf_counter()
-        a @ a
-        seconds[dtype] = time.perf_counter() - start
-    return seconds[torch.bfloat16] < seconds[torch.float32]
+    def seconds(dtype):
+        a = torch.ones(256, 256, dtype=dtype)
+        return min(timeit.repeat(lambda: a @ a, number=1, repeat=3))
+    return seconds(torch.bfloat16) < seconds(torch.float32)
 
 
 def pick_compile(name, device):
     """(whether to compile, why not). Without a C++ compiler torch.compile fails only at the model's first call."""
     if name == "off" or name == "auto" and device.type != "cuda":
         return False, "off" if name == "off" else "off by default without a GPU"
-    compilers = ["cl"] if os.name == "nt" else [os.environ.get("CXX", "g++"), "clang++"]
-    if not any(map(shutil.which, compilers)):
-        return False, f"off: no C++ compiler found (looked for {', '.join(compilers)}), install g++"
+    if not any(map(shutil.which, [os.environ.get("CXX", "g++"), "clang++", "cl"])):
+        return False, "off: it needs a C++ compiler and found none, install g++"
     return True, "on"
 
 
 def pick_micro_batch(config, processes):
     """Sequences per device and forward; ValueError where the global batch does not divide, naming what would."""
     if config.batch_size % processes:
-        near = max(processes, round(config.batch_size / processes) * processes)
+        near = math.ceil(config.batch_size / processes) * processes
         raise ValueError(f"--batch_size {config.batch_size} does not divide over {processes} processes: take {near}")
     share = config.batch_size // processes
     divisors = [n for n in range(1, share + 1) if share % n == 0]
@@ -303,9 +280,8 @@ def watch_signals():
         if number == signal.SIGINT and number in caught:
             os._exit(130)
         caught.append(number)
-    for name in "SIGINT", "SIGTERM", "SIGUSR1":
-        if hasattr(signal, name):  # Windows has no SIGUSR1
-            signal.signal(getattr(signal, name), note)
+    for name in {"SIGINT", "SIGTERM", "SIGUSR1"} & set(dir(signal)):  # Windows has no SIGUSR1
+        signal.signal(getattr(signal, name), note)
     return caught
 
 
@@ -327,7 +303,7 @@ def setup(config, world, micro_batch):
     with torch.device("meta"):
         raw = GPT(fields, config.attention)
     model = distributed.parallelize(raw, world, param_dtype=dtype, activation_checkpoint=config.activation_checkpoint,
-                                    compile=compiled, seed=config.seed)
+                                    compile=compiled, seed=config.seed, reshard_after_forward=config.reshard)
     peak_lr = config.lr or min(0.01, 0.64 / fields.n_embd)
     optimizers = build_optimizer(raw, config, peak_lr, dtype)
     scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
@@ -338,10 +314,9 @@ def setup(config, world, micro_batch):
 
     say(f"data      {config.data}: {dataset.tokens:,} tokens to train on, {validation.tokens:,} to validate, "
         f"tokenizer {dataset.meta['tokenizer']} of {fields.vocab_size:,}")
-    say(f"model     {config.model}: {raw.num_params():,} parameters, {fields.n_layer} layers x {fields.n_embd}, "
-        f"sequences of {fields.seq_len}")
+    say(f"model     {config.model}: {raw.num_params():,} parameters, {fields.n_layer} layers x {fields.n_embd}")
     say(f"batch     {config.batch_size} sequences = {world.data_size} processes x {accumulation} micro-batches x "
-        f"{micro_batch}; {config.batch_size * fields.seq_len:,} tokens a step")
+        f"{micro_batch}, each of {fields.seq_len} tokens")
     say(f"machine   {world.size} x {world.device.type}, {str(dtype)[6:]} ({why_dtype}), compile {why_compile}, "
         f"peak {peak / 1e12:.2f} TFLOP/s ({source})")
     say(f"optimizer {config.optimizer}, peak lr {peak_lr:.2e}, {config.schedule}; "
@@ -428,12 +403,11 @@ def evaluate(run):
     run.model.eval()
     total, targets = torch.zeros(2, device=world.device, dtype=torch.float64)
     for first in range(0, windows, batch * world.data_size):
-        # Past the end: a window without targets, so that all processes make the same number of equally large calls.
+        # Past the end: windows without targets, so that all processes make the same number of equally large calls.
         mine = range(first + world.data_rank * batch, first + (world.data_rank + 1) * batch)
         pairs = [run.validation.fixed(min(i, windows - 1)) for i in mine]
-        x = torch.stack([x for x, _ in pairs]).to(world.device)  # (B, T)
-        y = torch.stack([y if i < windows else torch.full_like(y, -100) for i, (_, y) in zip(mine, pairs)])
-        y = y.to(world.device)
+        x, y = (torch.stack(part).to(world.device) for part in zip(*pairs))  # (B, T) each
+        y[[i >= windows for i in mine]] = -100
         with run.autocast:
             total += run.model(x, y)
         targets += (y != -100).sum()
@@ -493,8 +467,7 @@ def show_sample(run, tokens=200):
         return run.say("no sample: --tp splits sequences, and generation has one token at a time (model.py can)")
     tokenizer = data.load_tokenizer(run.dataset.meta["tokenizer"], run.config.data)
     prompt = run.validation.fixed(0)[0][:min(32, run.raw.config.seq_len // 2)].tolist()
-    if run.raw.position is not None:
-        tokens = min(tokens, run.raw.config.seq_len - len(prompt))
+    tokens = min(tokens, run.raw.config.seq_len - len(prompt))  # learned positions end there
     run.raw.eval()
     with run.autocast:
         new, = run.raw.generate([prompt], tokens, temperature=0.8, seed=run.config.seed, stop=tokenizer.eot_token)
@@ -524,10 +497,6 @@ def train(config):
 def loop(run):
     """The training loop, from the run's step to the last one, and the sample at its end -> exit code."""
     config, say, step = run.config, run.say, run.step
-    if step >= config.steps:
-        say(f"{config.out} is complete at step {step}. Go on: --steps {2 * step}. Start over: --resume never. "
-            f'Sample: python model.py {config.out} "..."')
-        return 0
     batches = data.batches(run.dataset, step, config.batch_size, run.micro_batch, run.world.data_rank,
                            run.world.data_size, run.world.device)
     signals, stopping, pending = watch_signals(), False, []
@@ -555,7 +524,7 @@ def loop(run):
         return 128 + number
     show_sample(run)
     say(f'{config.out} is complete at step {step}. Sample: python model.py {config.out} "...". Go on: --steps '
-        f"{2 * step}. Scale up: torchrun --nproc_per_node=8 train.py --model gpt2")
+        f"{2 * step}. Start over: --resume never. Scale up: torchrun --nproc_per_node=8 train.py --model gpt2")
     return int(run.unsaved)
 
 
