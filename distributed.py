@@ -329,6 +329,12 @@ def accumulate(model, last):
         model.set_requires_gradient_sync(last)
 
 
+def reshard(raw):
+    """Call it after forward passes without backward: FSDP2 left gathered what a backward pass would need first."""
+    for module in filter(lambda module: hasattr(module, "reshard"), raw.modules()):
+        module.reshard()
+
+
 @torch.no_grad()
 def clip_grad_norm(parameters, max_norm):
     """Scale the gradients to a global norm of at most `max_norm` (0: leave them) -> the norm before, a plain scalar."""

@@ -1470,7 +1470,7 @@ dist.destroy_process_group()
 """
 
 
-def test_checkpoint_on_two_processes():
+def test_slow_checkpoint_on_two_processes():
     """DDP and FSDP2, saved and loaded across and on one process, sync and async; failures on one rank reach both."""
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder, "two.py")
@@ -1619,6 +1619,23 @@ def test_one_process_moves_every_parameter():
     for shape, tied in itertools.product(SHAPES, (True, False)):
         now = run_steps(distributed.World(torch.device("cpu")), shape, tied, accumulation=4)
         assert not now["still"] and difference(now, alone(shape, tied)) < 1e-4
+
+
+def test_the_main_job_on_two_processes_and_then_on_one():
+    """`torchrun train.py --fsdp` evaluates, saves, samples, ends with 0; one process goes on: the losses of one run."""
+    with folder() as d:
+        data.prepare([model_file.__file__], d / "data")
+        flags = [f"--data={d}/data", "--schedule=cosine", "--warmup=2", "--eval_every=4", "--save_every=4"]
+        train_here(f"--out={d}/whole", *flags, "--steps=12")
+        torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", train_file.__file__]
+        output = run_python(*torchrun, *SMALL, f"--out={d}/out", *flags, "--steps=12", "--fsdp")
+        assert "2 processes" in output and "sample" in output and "complete at step 12" in output, output
+        shutil.rmtree(d / "out/checkpoints/step_00000012")
+        code, output = train_here(f"--out={d}/out", *flags, "--steps=12")
+        assert code == 0 and "--fsdp True is now False" in output and "resumed at step 8" in output, output
+        for found, expected in zip(metrics_of(d / "out"), metrics_of(d / "whole")):
+            assert found.keys() == expected.keys()
+            assert all(abs(found[step] / expected[step] - 1) < 1e-4 for step in found), (found, expected)
 
 
 def test_law_1_two_processes():

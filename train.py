@@ -203,9 +203,8 @@ def build_optimizer(model, config, peak, dtype):
     if config.optimizer == "sgd":
         return [torch.optim.SGD(groups, momentum=0.9, nesterov=True, **options)]
     adamw = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True, **options)
-    if config.optimizer == "adamw":
-        return [adamw]
-    return [Muon(hidden, torch.bfloat16 if dtype == torch.bfloat16 else torch.float32, **options), adamw]
+    iterate_in = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    return [adamw] if config.optimizer == "adamw" else [Muon(hidden, iterate_in, **options), adamw]
 
 
 def pick_dtype(name, device):
@@ -236,17 +235,13 @@ def pick_compile(name, device):
 
 
 def pick_micro_batch(config, processes):
-    """Sequences per device and forward; ValueError where the global batch does not divide, naming what would."""
-    if config.batch_size % processes:
-        near = math.ceil(config.batch_size / processes) * processes
-        raise ValueError(f"--batch_size {config.batch_size} does not divide over {processes} processes: take {near}")
-    share = config.batch_size // processes
-    divisors = [n for n in range(1, share + 1) if share % n == 0]
-    if config.micro_batch and config.micro_batch not in divisors:
-        near = min(divisors, key=lambda n: abs(n - config.micro_batch))
-        raise ValueError(f"--micro_batch {config.micro_batch} does not divide the {share} sequences each process has "
-                         f"of --batch_size {config.batch_size}: take {near}")
-    return config.micro_batch or max(n for n in divisors if n <= 32)
+    """Sequences per device and forward; ValueError where the global batch does not divide, naming one that would."""
+    unit = processes * (config.micro_batch or 1)
+    if config.batch_size % unit:
+        near = max(1, round(config.batch_size / unit)) * unit
+        raise ValueError(f"--batch_size {config.batch_size} does not divide into {processes} processes x --micro_batch "
+                         f"{config.micro_batch or 1}: take --batch_size {near}")
+    return config.micro_batch or max(n for n in range(1, 33) if config.batch_size // processes % n == 0)
 
 
 def open_metrics(path, step):
@@ -412,6 +407,7 @@ def evaluate(run):
             total += run.model(x, y)
         targets += (y != -100).sum()
     run.model.train()
+    distributed.reshard(run.raw)
     loss = (world.sum(total) / world.sum(targets)).item()
     meta = run.validation.meta
     per_byte = meta["val_tokens"] / meta["val_bytes"] if meta.get("val_bytes") else None
@@ -471,6 +467,7 @@ def show_sample(run, tokens=200):
     run.raw.eval()
     with run.autocast:
         new, = run.raw.generate([prompt], tokens, temperature=0.8, seed=run.config.seed, stop=tokenizer.eot_token)
+    distributed.reshard(run.raw)
     run.say(f"---- sample: {tokenizer.decode(prompt)!r} goes on ----\n{tokenizer.decode(new)}\n----")
 
 
