@@ -215,7 +215,7 @@ class Checkpointer:
         # A group of its own: on the default one the writing thread's messages mix with the training step's and hang.
         self.group = dist.new_group(backend="gloo") if dist.is_available() and dist.is_initialized() else None
         self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if self.group else (0, 1)
-        self.pending = self.failure = self.saved = self.stager = None
+        self.pending = self.failure = self.saved = self.stager = self.verified = None
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP on one process, as intended
 
     def folder(self, step):
@@ -324,14 +324,18 @@ class Checkpointer:
         if failure:
             raise failure
 
-    def choose(self, step, read=None):
-        """The step to load, the same on all ranks: `step`, or the newest complete one; None if there is no folder."""
+    def choose(self, step=None, read=None):
+        """The step to load, the same on all ranks: `step`, or the newest complete one; None if there is no folder.
+
+        With read=(rank, ranks) each rank compares the checksums of its share of the files.
+        """
         problems = []
         for number in self.agree([step] if step is not None else self.numbers()[::-1]) or ():
             problem = self.agree(broken(self.folder(number), read))
             if problem is None:
                 if problems and self.rank == 0:
                     print(f"skipped {'; '.join(problems)}", flush=True)
+                self.verified = number if read else self.verified
                 return number
             problems.append(f"checkpoint {number}: {problem}")
         if problems:
@@ -345,7 +349,8 @@ class Checkpointer:
         """
         import torch.distributed.checkpoint as dcp
 
-        step = self.choose(step, read=(self.rank, self.ranks))
+        if step is None or step != self.verified:
+            step = self.choose(step, read=(self.rank, self.ranks))
         if step is None:
             return None
         index, state_of = read_index(self.folder(step)), owners(model, optimizers)

@@ -511,7 +511,6 @@ def batches(dataset, step, batch_size, micro_batch, rank=0, world=1, device="cpu
     `batch_size` is global, in windows a step. `workers`: processes that read ahead, None for two beside a GPU and none
     on a CPU, where this process reads faster than they deliver.
     """
-    assert batch_size % (world * micro_batch) == 0, (batch_size, world, micro_batch)
     cuda = torch.device(device).type == "cuda"
     loader = DataLoader(
         dataset, batch_sampler=micro_batches(step, batch_size, micro_batch, rank, world),
@@ -550,8 +549,7 @@ def main():
         sys.exit(f"data.py: {error}")
     except KeyboardInterrupt:
         sys.exit("data.py: interrupted, nothing was written")
-    shards = len(list(Path(config.out).glob("*.bin")))
-    print(f"{config.out}: {meta['train_tokens']:,} train and {meta['val_tokens']:,} val tokens in {shards} shards "
+    print(f"{config.out}: {meta['train_tokens']:,} train and {meta['val_tokens']:,} val tokens "
           f"({meta['tokenizer']}, {meta['vocab_size']:,} ids)\nnext: python train.py --data {config.out}")
 
 

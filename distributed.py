@@ -56,7 +56,7 @@ class World:
 
     def any(self, flag):
         """Whether `flag` is true on any process: how all agree to stop when a signal has reached only some."""
-        votes = torch.tensor(int(flag), device=self.device)
+        votes = torch.tensor(int(flag))  # on the CPU, through gloo: asking every step must not make a GPU wait
         if self.mesh is not None:
             dist.all_reduce(votes, dist.ReduceOp.MAX)
         return bool(votes)
@@ -276,8 +276,7 @@ def expensive_ops():
     """Operators whose outputs cost more to recompute than to keep: matrix products and every attention kernel."""
     kernels = "flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu"
     names = ["mm", "addmm", "bmm"] + [f"_scaled_dot_product_{kernel}" for kernel in kernels]
-    ops = [getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name)]
-    return ops + [torch.ops.higher_order.flex_attention] * hasattr(torch.ops.higher_order, "flex_attention")
+    return [getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name)]
 
 
 def fully_shard_blocks(raw, world, param_dtype, reshard_after_forward):
@@ -350,11 +349,15 @@ def clip_grad_norm(parameters, max_norm):
     return norm
 
 
-def agree(scaler, optimizer):
-    """After `scaler.unscale_(optimizer)`: an overflow on one process is one on all, or only some would skip."""
-    if dist.is_initialized() and scaler.is_enabled():
-        for found_inf in scaler._found_inf_per_device(optimizer).values():
-            dist.all_reduce(found_inf, dist.ReduceOp.MAX)
+def agree(scaler, optimizers):
+    """After `unscale_` of all `optimizers`: an overflow in one, on any process, is one for all, or some would step."""
+    if scaler.is_enabled():
+        found = [flag for optimizer in optimizers for flag in scaler._found_inf_per_device(optimizer).values()]
+        worst = torch.stack(found).max()
+        if dist.is_initialized():
+            dist.all_reduce(worst, dist.ReduceOp.MAX)
+        for flag in found:
+            flag.copy_(worst)
 
 
 def whole(tensor):
@@ -479,7 +482,6 @@ class PlanConfig:
     replicas: Annotated[int, "copies of the sharded model (HSDP)"] = 1
     tp: Annotated[int, "processes that split every layer (tensor parallel)"] = 1
     micro_batch: Annotated[int, "sequences per device and forward"] = 1
-    accumulation: Annotated[int, "micro-batches per step"] = 1
     seq_len: Annotated[int, "tokens a sequence has"] = 1024
     activation_checkpoint: Annotated[Literal["none", "block", "selective"], "what forward keeps for backward"] = "none"
 

@@ -134,14 +134,15 @@ class Attention(nn.Module):
         self.k = nn.Linear(C, config.n_kv_head * D, bias=config.bias)
         self.v = nn.Linear(C, config.n_kv_head * D, bias=config.bias)
         self.o = nn.Linear(config.n_head * D, C, bias=config.bias)
-        self.q_norm = nn.RMSNorm(D, eps=config.norm_eps) if config.qk_norm else nn.Identity()
-        self.k_norm = nn.RMSNorm(D, eps=config.norm_eps) if config.qk_norm else nn.Identity()
+        self.q_norm = nn.RMSNorm(D, eps=config.norm_eps) if config.qk_norm else None
+        self.k_norm = nn.RMSNorm(D, eps=config.norm_eps) if config.qk_norm else None
 
     def forward(self, x, rope=None, mask=None, cache=None):
         """x (B, T, C) -> (B, T, C). Heads are counted in the projection: tensor parallelism leaves a share of them."""
-        q = self.q_norm(self.q(x).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)  # (B, H, T, D)
-        k = self.k_norm(self.k(x).unflatten(-1, (-1, self.head_dim))).transpose(1, 2)  # (B, K, T, D)
-        v = self.v(x).unflatten(-1, (-1, self.head_dim)).transpose(1, 2)  # (B, K, T, D)
+        q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.q, self.k, self.v))
+        if self.q_norm is not None:  # in the dtype of its weight: under autocast fp32, where q and k are bf16
+            q, k = (norm(y.to(norm.weight.dtype)).type_as(v) for norm, y in ((self.q_norm, q), (self.k_norm, k)))
+        q, k, v = (y.transpose(1, 2) for y in (q, k, v))  # (B, H, T, D), (B, K, T, D), (B, K, T, D)
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
         if cache is not None:
@@ -155,10 +156,9 @@ class MLP(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        C, hidden, bias = config.n_embd, config.n_hidden, config.bias
-        self.gate = nn.Linear(C, hidden, bias=bias) if config.mlp == "swiglu" else None
-        self.up = nn.Linear(C, hidden, bias=bias)
-        self.down = nn.Linear(hidden, C, bias=bias)
+        self.gate = nn.Linear(config.n_embd, config.n_hidden, bias=config.bias) if config.mlp == "swiglu" else None
+        self.up = nn.Linear(config.n_embd, config.n_hidden, bias=config.bias)
+        self.down = nn.Linear(config.n_hidden, config.n_embd, bias=config.bias)
 
     def forward(self, x):
         """x (B, T, C) -> (B, T, C)."""
@@ -280,10 +280,9 @@ class GPT(nn.Module):
         Attention: q k^T and weights v are 4 H D S FLOPs a query, tripled by the backward pass; half the scores are
         masked (PaLM, Chowdhery et al. 2022, appendix B, with the causal half).
         """
-        config = self.config
         tables = {"position.weight"} | ({"embed.weight"} if self.head else set())  # looked up, not multiplied
         matrices = sum(p.numel() for name, p in self.named_parameters() if p.dim() == 2 and name not in tables)
-        return 6 * matrices + 6 * config.n_layer * config.n_head * config.head_dim * seq_len
+        return 6 * matrices + 6 * self.config.n_layer * self.config.n_head * self.config.head_dim * seq_len
 
     @torch.no_grad()
     def stream(self, prompts, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, stop=None):
@@ -327,8 +326,7 @@ def pick(logits, temperature, top_k, top_p, generator):
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
     values, ids = (logits / temperature).sort(dim=-1, descending=True)
-    if top_k:
-        values[:, top_k:] = float("-inf")
+    values[:, top_k or values.size(1):] = float("-inf")
     probabilities = values.softmax(dim=-1)
     before = probabilities.cumsum(dim=-1) - probabilities  # what the likelier ones hold already
     probabilities[before >= top_p] = 0.0  # never the first, whose `before` is 0

@@ -29,8 +29,8 @@ import timeit
 # Dense bf16/fp16 TFLOP/s by a part of the device's name, from the vendors' data sheets (sparse figures are twice that).
 # The first match counts, so a longer name stands before the shorter one it contains.
 PEAK_TFLOPS = {
-    "B200": 2250, "H200": 989, "H100 PCIe": 756, "H100": 989, "A100": 312, "MI300X": 1307, "L40S": 362, "L4": 121,
-    "RTX 5090": 210, "RTX 4090": 165, "RTX 3090": 71,
+    "B200": 2250, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "A100": 312, "MI300X": 1307,
+    "L40S": 362, "L40": 181, "L4": 121, "RTX 5090": 210, "RTX 4090": 165, "RTX 3090": 71,
 }
 
 
@@ -56,7 +56,7 @@ def synchronize(device):
     """Wait until an accelerator has done what was asked of it; a CPU has already."""
     import torch
     if device.type != "cpu":
-        getattr(torch, device.type).synchronize(device)
+        torch.accelerator.synchronize(device)
 
 
 def peak_memory(device):
@@ -108,9 +108,8 @@ class Meter:
 def main():
     """Print the peak that MFU would be measured against, for each dtype."""
     import torch
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     for dtype in torch.float32, torch.bfloat16:
-        peak, source = peak_flops(device, dtype)
+        peak, source = peak_flops(torch.device("cuda" if torch.cuda.is_available() else "cpu"), dtype)
         print(f"{str(dtype)[6:]:9s} {peak / 1e12:8.3f} TFLOP/s  {source}")
 
 

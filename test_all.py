@@ -510,11 +510,12 @@ def test_evaluation_gives_the_same_value_twice_and_for_any_micro_batch():
         config = train_file.parse_args(TrainConfig, "train.py", [*SMALL, *args])
         with contextlib.redirect_stdout(io.StringIO()):
             run = train_file.setup(config, distributed.start("cpu"), 8)
-        first = train_file.evaluate(run)
-        assert train_file.evaluate(run) == first
-        for micro_batch in 1, 3:
-            run.micro_batch = micro_batch
-            assert abs(train_file.evaluate(run)["val_loss"] / first["val_loss"] - 1) < 1e-6
+        with contextlib.redirect_stdout(io.StringIO()):
+            first = train_file.evaluate(run, 1)
+            assert train_file.evaluate(run, 1) == first
+            for micro_batch in 1, 3:
+                run.micro_batch = micro_batch
+                assert abs(train_file.evaluate(run, 1)["val_loss"] / first["val_loss"] - 1) < 1e-6
 
 
 def test_wrong_input_to_training_is_one_line():
@@ -1521,7 +1522,7 @@ def run_steps(world, shape, tied, steps=3, accumulation=2, optimizer="adamw", dt
     matrices = [p for name, p in raw.named_parameters() if p.ndim == 2 and "blocks" in name]
     if optimizer == "muon":
         from train import Muon
-        optimizer = Muon(matrices, torch.float32, lr=0.01)
+        optimizer = Muon(matrices, lr=0.01)
     else:
         optimizer = torch.optim.AdamW(raw.parameters(), lr=1e-2)
     autocast = torch.autocast("cpu", dtype, enabled=dtype != torch.float32 and not world.has("shard"))
@@ -1694,7 +1695,7 @@ def worker_manners(_):
     if world.rank == 1:
         raw.norm.weight.grad.to_local().fill_(float("inf"))
     scaler.unscale_(optimizer)
-    distributed.agree(scaler, optimizer)
+    distributed.agree(scaler, [optimizer])
     scaler.step(optimizer)
     scaler.update()
     assert torch.equal(raw.norm.weight.to_local(), before) and scaler.get_scale() == 2.0 ** 15

@@ -18,6 +18,7 @@ import functools
 import json
 import math
 import os
+import re
 import shutil
 import signal
 import sys
@@ -67,11 +68,11 @@ class TrainConfig:
     activation_checkpoint: Annotated[Literal["none", "block", "selective"],
                                      "recompute in backward; selective keeps matmul and attention outputs"] = "none"
     attention: Annotated[Literal["sdpa", "reference"], "kernel; reference: the textbook formula, for learning"] = "sdpa"
-    save_every: Annotated[int, "steps between checkpoints, besides the one at the end; 0: none"] = 100
+    save_every: Annotated[int, "steps between checkpoints; 0: only at the end"] = 100
     keep: Annotated[int, "newest checkpoints to keep"] = 2
     async_save: Annotated[bool, "write checkpoints while training goes on"] = False
     resume: Annotated[str, "auto: go on from the newest checkpoint in --out; never: start over; or a step"] = "auto"
-    eval_every: Annotated[int, "steps between evaluations, besides the one at the end; 0: none"] = 100
+    eval_every: Annotated[int, "steps between evaluations; 0: only at the end"] = 100
     eval_tokens: Annotated[int, "tokens of an evaluation; 0: the whole validation split"] = 2 ** 16
     log_every: Annotated[int, "steps between printed lines"] = 10
 
@@ -115,22 +116,16 @@ def parse_args(kind, prog, argv=None):
             parser.add_argument("--no_" + field.name, dest=field.name, action="store_false", help=argparse.SUPPRESS)
         else:
             parser.add_argument("--" + field.name, default=default, metavar=field.name.upper(), **options)
-    argv = [underscored(word) for word in (sys.argv[1:] if argv is None else argv)]
+    argv = [re.sub("(?<=^--)[^=]+", lambda name: name[0].replace("-", "_"), word)
+            for word in (sys.argv[1:] if argv is None else argv)]
     values, unknown = parser.parse_known_args(argv)
     if unknown:
-        flags = [flag for action in parser._actions for flag in action.option_strings]
-        near = difflib.get_close_matches(unknown[0].split("=")[0], flags, n=1)
+        near = difflib.get_close_matches(unknown[0].split("=")[0], parser._option_string_actions, n=1)
         parser.error(f"unknown argument {unknown[0]}" + (f", did you mean {near[0]}?" if near else ""))
     try:
         return kind(**vars(values))
     except ValueError as error:
         parser.error(str(error))
-
-
-def underscored(word):
-    """--save-every=5 -> --save_every=5; values and positional arguments stay as they are."""
-    flag, equals, value = word.partition("=")
-    return "--" + flag[2:].replace("-", "_") + equals + value if flag.startswith("--") else word
 
 
 def model_config(config, vocab_size):
@@ -145,12 +140,11 @@ def model_config(config, vocab_size):
 
 def learning_rate(step, config, peak):
     """Rate of step 0 .. steps - 1: a linear warm-up, then stable and a linear decay to zero, or a cosine to a tenth."""
-    if step < config.warmup:
-        return peak * (step + 1) / config.warmup
+    warm = min(1.0, (step + 1) / max(1, config.warmup))
     if config.schedule == "wsd":
-        return peak * min(1.0, (config.steps - step) / (config.steps - config.steps // 2))
-    progress = (step - config.warmup) / max(1, config.steps - config.warmup)
-    return peak * (0.55 + 0.45 * math.cos(math.pi * progress))
+        return peak * min(warm, (config.steps - step) / (config.steps - config.steps // 2))
+    progress = max(0, step - config.warmup) / max(1, config.steps - config.warmup)
+    return peak * warm * (0.55 + 0.45 * math.cos(math.pi * progress))
 
 
 class Muon(torch.optim.Muon):
@@ -160,9 +154,7 @@ class Muon(torch.optim.Muon):
     sharded matrix it communicates in each of its 15 products. Here it runs in `dtype` and on whole matrices.
     """
 
-    def __init__(self, parameters, dtype, **options):
-        super().__init__(parameters, **options)
-        self.dtype = dtype
+    dtype = torch.float32
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -203,8 +195,11 @@ def build_optimizer(model, config, peak, dtype):
     if config.optimizer == "sgd":
         return [torch.optim.SGD(groups, momentum=0.9, nesterov=True, **options)]
     adamw = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True, **options)
-    iterate_in = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
-    return [adamw] if config.optimizer == "adamw" else [Muon(hidden, iterate_in, **options), adamw]
+    if config.optimizer == "adamw":
+        return [adamw]
+    muon = Muon(hidden, **options)
+    muon.dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
+    return [muon, adamw]
 
 
 def pick_dtype(name, device):
@@ -291,7 +286,7 @@ def setup(config, world, micro_batch):
     dataset = data.TokenDataset(config.data, "train", fields.seq_len, config.seed)
     validation = data.TokenDataset(config.data, "val", fields.seq_len)
     fields = model_config(config, dataset.meta["vocab_size"])
-    checkpointer, resuming = open_run(config, fields, dataset.meta, world, say)
+    checkpointer, resumed = open_run(config, fields, dataset.meta, world, say)
 
     dtype, why_dtype = pick_dtype(config.dtype, world.device)
     compiled, why_compile = pick_compile(config.compile, world.device)
@@ -302,8 +297,13 @@ def setup(config, world, micro_batch):
     peak_lr = config.lr or min(0.01, 0.64 / fields.n_embd)
     optimizers = build_optimizer(raw, config, peak_lr, dtype)
     scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
-    step, extra = checkpointer.load(raw, optimizers, explicit_step(config)) if resuming else (0, {})
-    scaler.load_state_dict(extra.get("scaler", {}))
+    step, extra = (0, {}) if resumed is None else checkpointer.load(raw, optimizers, resumed)
+    scaler.load_state_dict(extra.get("scaler") or scaler.state_dict())
+    if world.writer:
+        Path(config.out).mkdir(parents=True, exist_ok=True)
+        content = dict(config=dataclasses.asdict(config), model=dataclasses.asdict(fields),
+                       tokenizer=dataset.meta["tokenizer"])
+        write_whole(Path(config.out, "config.json"), json.dumps(content, indent=2) + "\n")
     peak, source = profile.peak_flops(world.device, dtype)
     accumulation = config.batch_size // world.data_size // micro_batch
 
@@ -315,7 +315,7 @@ def setup(config, world, micro_batch):
     say(f"machine   {world.size} x {world.device.type}, {str(dtype)[6:]} ({why_dtype}), compile {why_compile}, "
         f"peak {peak / 1e12:.2f} TFLOP/s ({source})")
     say(f"optimizer {config.optimizer}, peak lr {peak_lr:.2e}, {config.schedule}; "
-        + (f"resumed at step {step} of {config.steps}" if resuming else f"{config.steps} steps from scratch"))
+        + (f"{config.steps} steps from scratch" if resumed is None else f"resumed at step {step} of {config.steps}"))
     return SimpleNamespace(
         config=config, world=world, say=say, dataset=dataset, validation=validation, micro_batch=micro_batch,
         accumulation=accumulation, raw=raw, model=model, optimizers=optimizers, scaler=scaler, peak_lr=peak_lr,
@@ -326,13 +326,8 @@ def setup(config, world, micro_batch):
         autocast=torch.autocast(world.device.type, dtype, enabled=dtype != torch.float32 and not world.has("shard")))
 
 
-def explicit_step(config):
-    """The step that --resume asks for, or None for the newest."""
-    return int(config.resume) if config.resume.isdecimal() else None
-
-
 def open_run(config, fields, meta, world, say):
-    """Make the run's folder -> its Checkpointer, and whether there is something to resume.
+    """The run's Checkpointer, and the step to resume from, None for a fresh start.
 
     Raises ValueError when the checkpoint is of another model or tokenizer. Other flags may change; that is said aloud.
     """
@@ -343,8 +338,10 @@ def open_run(config, fields, meta, world, say):
         say(f"--resume never: the earlier run is now {aside}")
     world.barrier()
     checkpointer = checkpoint.Checkpointer(out, config.keep, config.async_save)
-    saved = checkpointer.read_extra(explicit_step(config))
-    if saved:
+    step = int(config.resume) if config.resume.isdecimal() else None
+    step = checkpointer.choose(step, read=(world.rank, world.size))
+    if step is not None:
+        saved = checkpointer.read_extra(step)
         then = dict(saved["model"], tokenizer=saved["tokenizer"])
         for name, now in dict(dataclasses.asdict(fields), tokenizer=meta["tokenizer"]).items():
             if then.get(name) != now:
@@ -355,17 +352,13 @@ def open_run(config, fields, meta, world, say):
                    if name not in ("resume", "out") and then.get(name) != now]
         if changed:
             say(f"note      since the checkpoint, {'; '.join(changed)}")
-    if world.writer:
-        out.mkdir(parents=True, exist_ok=True)
-        content = dict(config=dataclasses.asdict(config), model=dataclasses.asdict(fields), tokenizer=meta["tokenizer"])
-        write_whole(out / "config.json", json.dumps(content, indent=2) + "\n")
-    return checkpointer, saved is not None
+    return checkpointer, step
 
 
 def optimizer_step(run, batches, step):
     """One optimizer step on one global batch -> (loss, gradient norm), fp32 tensors that nobody has waited for yet."""
     rate = learning_rate(step, run.config, run.peak_lr)
-    torch.manual_seed((run.config.seed * 1_000_003 + step) * 65_537 + run.world.data_rank)  # dropout
+    torch.manual_seed(data.mix(run.config.seed, step, run.world.data_rank))  # dropout
     micro = [run.meter.wait(batches) for _ in range(run.accumulation)]
     targets = run.world.sum(sum((y != -100).sum() for _, y in micro))  # of the whole global batch
     total = torch.zeros((), device=run.world.device)
@@ -378,7 +371,7 @@ def optimizer_step(run, batches, step):
         total += loss.detach()
     for optimizer in run.optimizers:
         run.scaler.unscale_(optimizer)
-        distributed.agree(run.scaler, optimizer)
+    distributed.agree(run.scaler, run.optimizers)  # before clipping, which spreads one inf or NaN to all gradients
     norm = distributed.clip_grad_norm(run.raw.parameters(), run.config.grad_clip)
     for optimizer in run.optimizers:
         for group in optimizer.param_groups:
@@ -390,13 +383,16 @@ def optimizer_step(run, batches, step):
 
 
 @torch.no_grad()
-def evaluate(run):
-    """Loss in nats and bits per byte over fixed windows of the validation split: the same in every layout."""
+def evaluate(run, step):
+    """Loss in nats and bits per byte over fixed windows of the validation split: printed, written, returned.
+
+    A sum of losses over a number of targets, both over all processes: the same value every time and in every layout.
+    """
     world, batch, windows = run.world, run.micro_batch, run.validation.windows
     if run.config.eval_tokens:
         windows = min(windows, math.ceil(run.config.eval_tokens / run.raw.config.seq_len))
     run.model.eval()
-    total, targets = torch.zeros(2, device=world.device, dtype=torch.float64)
+    total, targets = torch.zeros(2, device=world.device)
     for first in range(0, windows, batch * world.data_size):
         # Past the end: windows without targets, so that all processes make the same number of equally large calls.
         mine = range(first + world.data_rank * batch, first + (world.data_rank + 1) * batch)
@@ -409,17 +405,13 @@ def evaluate(run):
     run.model.train()
     distributed.reshard(run.raw)
     loss = (world.sum(total) / world.sum(targets)).item()
-    meta = run.validation.meta
-    per_byte = meta["val_tokens"] / meta["val_bytes"] if meta.get("val_bytes") else None
-    return dict(val_loss=loss, val_bpb=per_byte and loss / math.log(2) * per_byte)
-
-
-def evaluate_and_report(run, step):
-    """Evaluate, write the metrics line, print it."""
-    values, elapsed = evaluate(run), time.perf_counter() - STARTED
+    meta, elapsed = run.validation.meta, time.perf_counter() - STARTED
+    per_byte = meta["val_tokens"] / meta["val_bytes"] / math.log(2) if meta.get("val_bytes") else None
+    values = dict(val_loss=loss, val_bpb=per_byte and loss * per_byte)
     write_metrics(run, step=step, **values, elapsed_s=elapsed)
-    bits = f" = {values['val_bpb']:.4f} bits per byte" if values["val_bpb"] else ""
-    run.say(f"step {step}  validation loss {values['val_loss']:.4f} nats{bits}  {elapsed:.0f} s")
+    bits = f" = {loss * per_byte:.4f} bits per byte" if per_byte else ""
+    run.say(f"step {step}  validation loss {loss:.4f} nats{bits}  {elapsed:.0f} s")
+    return values
 
 
 def report(run, pending):
@@ -432,6 +424,8 @@ def report(run, pending):
                       grad_norm=norm.item(), tokens=step * tokens, **speed, elapsed_s=elapsed)
         write_metrics(run, **values)
     pending.clear()
+    if not math.isfinite(values["loss"]):
+        raise SystemExit(f"train.py: step {step} has loss {values['loss']}: lower --lr; the last checkpoint is good")
     of, rate = run.config.steps, speed["tokens_per_s"]
     run.say(f"step {step:>{len(str(of))}}/{of}  loss {values['loss']:.4f}  lr {values['lr']:.2e}  "
             f"norm {values['grad_norm']:.2f}  {rate:,.0f} tokens/s  MFU {speed['mfu']:.0%}  {elapsed:.0f} s")
@@ -450,24 +444,24 @@ def guard(run, write, *args):
     """Call `write`. A full disk costs that checkpoint and no more: older ones stay, and the next save tries again."""
     try:
         write(*args)
-    except OSError as error:
+    except (OSError, ValueError) as error:  # ValueError: parameters that are not finite are never saved over good ones
         run.unsaved = True
         run.say(f"not saved: {error}")
 
 
 def show_sample(run, tokens=200):
     """Print how the model continues the validation text. Every process computes it, for the model may be sharded."""
-    if run.dataset.meta["tokenizer"] is None:
-        return run.say("no sample: meta.json names no tokenizer")
-    if run.world.has("tp"):
-        return run.say("no sample: --tp splits sequences, and generation has one token at a time (model.py can)")
-    tokenizer = data.load_tokenizer(run.dataset.meta["tokenizer"], run.config.data)
+    if run.dataset.meta["tokenizer"] is None or run.world.has("tp"):  # --tp splits sequences, one token has no parts
+        return run.say("no sample: it needs a tokenizer in meta.json, and a run without --tp")
+    try:
+        tokenizer = data.load_tokenizer(run.dataset.meta["tokenizer"], run.config.data)
+    except OSError as error:  # the run is complete and saved, with or without a sample
+        return run.say(f"no sample: {error}")
     prompt = run.validation.fixed(0)[0][:min(32, run.raw.config.seq_len // 2)].tolist()
     tokens = min(tokens, run.raw.config.seq_len - len(prompt))  # learned positions end there
     run.raw.eval()
-    with run.autocast:
-        new, = run.raw.generate([prompt], tokens, temperature=0.8, seed=run.config.seed, stop=tokenizer.eot_token)
-    distributed.reshard(run.raw)
+    with run.autocast, torch.compiler.set_stance("force_eager"):  # the cache's length would recompile at each token
+        new, = run.raw.generate([prompt], tokens, temperature=0.8, seed=run.config.seed)
     run.say(f"---- sample: {tokenizer.decode(prompt)!r} goes on ----\n{tokenizer.decode(new)}\n----")
 
 
@@ -503,19 +497,21 @@ def loop(run):
         step += 1
         pending.append((step, loss, norm, time.perf_counter() - STARTED))
         stopping = run.world.any(bool(signals))  # a signal may have reached one process alone
-        last, cadences = stopping or step == config.steps, (config.log_every, config.eval_every, config.save_every)
-        log, check, keep = (last or every and step % every == 0 for every in cadences)
-        if log or check or keep:
+        last = step == config.steps
+
+        def due(every):
+            return last or every and step % every == 0
+        if stopping or due(config.log_every) or due(config.eval_every) or due(config.save_every):
             report(run, pending)
-        if check and not stopping:
-            evaluate_and_report(run, step)
-        if keep:
+        if due(config.eval_every):
+            evaluate(run, step)
+        if stopping or due(config.save_every):
             save(run, step)
         guard(run, run.checkpointer.check)
-        if check or keep:
-            run.meter.start()
+        if not pending:
+            run.meter.start()  # evaluating and saving are no optimizer work
     guard(run, run.checkpointer.finish)
-    if stopping:
+    if stopping and not last:
         number = signals[0] if signals else signal.SIGTERM
         say(f"stopped at step {step} by {signal.Signals(number).name}: the same command goes on from there")
         return 128 + number
