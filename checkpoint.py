@@ -210,12 +210,12 @@ class Checkpointer:
     """
 
     def __init__(self, out, keep=2, asynchronous=False, keep_every=0):
-        self.root, self.asynchronous = Path(out) / "checkpoints", asynchronous
-        self.keep, self.keep_every = keep, keep_every
+        self.root, self.keep, self.keep_every = Path(out, "checkpoints"), keep, keep_every
         # A group of its own: on the default one the writing thread's messages mix with the training step's and hang.
         self.group = dist.new_group(backend="gloo") if dist.is_available() and dist.is_initialized() else None
         self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if self.group else (0, 1)
-        self.pending = self.failure = self.saved = self.stager = self.verified = None
+        self.asynchronous, self.verified, self.saved = asynchronous, None, None
+        self.pending = self.failure = self.stager = None
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP on one process, as intended
 
     def folder(self, step):

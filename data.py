@@ -418,7 +418,8 @@ class TokenDataset:
         header = meta.get("header", True)
         self.shards = [open_shard(path, header) for path in sorted(Path(folder).glob(f"*{split}*.bin"))]
         if not self.shards:
-            raise FileNotFoundError(f"{folder} has no *{split}*.bin; python data.py SOURCE --out {folder} prepares it")
+            raise FileNotFoundError(f"{folder} has no *{split}*.bin: python data.py SOURCE --out {folder} prepares it, "
+                                    "and with --val_fraction above 0 both splits")
         known = LLM_C[self.shards[0][1]] if header else {"tokenizer": None, "vocab_size": None, "eot": None}
         self.meta = {**known, **meta}
         if not self.meta["vocab_size"]:  # it would be in nanoGPT's meta.pkl, but reading a pickle can run code

@@ -55,16 +55,11 @@ class World:
         return tensor
 
     def any(self, flag):
-        """Whether `flag` is true on any process: how all agree to stop when a signal has reached only some."""
+        """Whether `flag` is true on any process; all wait for all, as when a signal to stop has reached only some."""
         votes = torch.tensor(int(flag))  # on the CPU, through gloo: asking every step must not make a GPU wait
         if self.mesh is not None:
             dist.all_reduce(votes, dist.ReduceOp.MAX)
         return bool(votes)
-
-    def barrier(self):
-        """Wait for all processes."""
-        if self.mesh is not None:
-            dist.barrier()
 
     @contextmanager
     def first(self):
@@ -485,6 +480,10 @@ class PlanConfig:
     seq_len: Annotated[int, "tokens a sequence has"] = 1024
     activation_checkpoint: Annotated[Literal["none", "block", "selective"], "what forward keeps for backward"] = "none"
 
+    def __post_init__(self):
+        if min(self.gpus, self.micro_batch, self.seq_len) < 1:
+            raise ValueError(f"--gpus {self.gpus} --micro_batch {self.micro_batch} --seq_len {self.seq_len}: below 1")
+
 
 def main():
     """Print the plan of one launch."""
@@ -496,8 +495,6 @@ def main():
         if name not in PRESETS:
             raise ValueError(f"--model {name} is not a preset: take one of {', '.join(PRESETS)}")
         config = ModelConfig(**PRESETS[name])
-        if options["seq_len"] > config.seq_len:
-            raise ValueError(f"--seq_len {options['seq_len']} is longer than the {config.seq_len} tokens of {name}")
         predict = partial(plan, partial(GPT, config), chunk_bytes=CHUNK_BYTES,
                           n_head=config.n_head, n_kv_head=config.n_kv_head)
         found = predict(**options)

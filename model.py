@@ -347,9 +347,8 @@ class SampleConfig:
 
     def __post_init__(self):
         """Refuse what no sampling does."""
-        if self.tokens < 1 or self.top_k < 0 or not self.temperature >= 0 or not 0 < self.top_p <= 1:
-            raise ValueError(f"--tokens {self.tokens} --temperature {self.temperature} --top_k {self.top_k} "
-                             f"--top_p {self.top_p}: expected at least 1, 0, 0, and more than 0 up to 1")
+        if not (self.tokens >= 1 and self.temperature >= 0 and self.top_k >= 0 and 0 < self.top_p <= 1):
+            raise ValueError("expected --tokens >= 1, --temperature >= 0, --top_k >= 0 and 0 < --top_p <= 1")
 
 
 def main():

@@ -78,12 +78,11 @@ class TrainConfig:
 
     def __post_init__(self):
         """Refuse what cannot work, before anything is read or started."""
-        for name in "steps", "batch_size", "keep", "log_every", "micro_batch", "seq_len":
-            if getattr(self, name) is not None and getattr(self, name) < 1:
-                raise ValueError(f"--{name} is {getattr(self, name)}, expected at least 1")
-        for name in "warmup", "weight_decay", "grad_clip", "save_every", "eval_every", "eval_tokens", "seed":
-            if not getattr(self, name) >= 0:
-                raise ValueError(f"--{name} is {getattr(self, name)}, expected 0 or more")
+        least = dict(steps=1, batch_size=1, keep=1, log_every=1, micro_batch=1, seq_len=2, warmup=0, weight_decay=0,
+                     grad_clip=0, save_every=0, eval_every=0, eval_tokens=0, seed=0)
+        for name, value in least.items():
+            if getattr(self, name) is not None and not getattr(self, name) >= value:
+                raise ValueError(f"--{name} is {getattr(self, name)}, expected at least {value}")
         if self.lr is not None and not 0 < self.lr < math.inf:
             raise ValueError(f"--lr is {self.lr}, expected a positive number")
         if self.resume not in ("auto", "never") and not self.resume.isdecimal():
@@ -242,7 +241,8 @@ def pick_micro_batch(config, processes):
 def open_metrics(path, step):
     """out/metrics.jsonl, open for appending, without the lines after `step`: after a resume no step is in it twice."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
-    kept = [line for line in lines if line.endswith("}") and json.loads(line)["step"] <= step]
+    # Not json.loads: a power cut may leave torn lines, and those go, too.
+    kept = [line for line in lines if (found := re.fullmatch(r'{"step": (\d+),.*}', line)) and int(found[1]) <= step]
     write_whole(path, "".join(line + "\n" for line in kept))
     return open(path, "a", encoding="utf-8")
 
@@ -331,21 +331,22 @@ def open_run(config, fields, meta, world, say):
 
     Raises ValueError when the checkpoint is of another model or tokenizer. Other flags may change; that is said aloud.
     """
-    out = Path(config.out)
+    out = Path(config.out).resolve()
     if config.resume == "never" and world.writer and out.exists():
         aside = next(path for n in range(1, 10 ** 6) if not (path := out.with_name(f"{out.name}.{n}")).exists())
         out.rename(aside)
         say(f"--resume never: the earlier run is now {aside}")
-    world.barrier()
+    world.any(False)  # nobody looks before it is moved
     checkpointer = checkpoint.Checkpointer(out, config.keep, config.async_save)
     step = int(config.resume) if config.resume.isdecimal() else None
     step = checkpointer.choose(step, read=(world.rank, world.size))
     if step is not None:
         saved = checkpointer.read_extra(step)
-        then = dict(saved["model"], tokenizer=saved["tokenizer"])
-        for name, now in dict(dataclasses.asdict(fields), tokenizer=meta["tokenizer"]).items():
+        then = dict(saved["model"], tokenizer=saved["tokenizer"], optimizer=saved["config"]["optimizer"])
+        wanted = dict(dataclasses.asdict(fields), tokenizer=meta["tokenizer"], optimizer=config.optimizer)
+        for name, now in wanted.items():
             if then.get(name) != now:
-                raise ValueError(f"{out} holds a run with {name} {then.get(name)}, but the flags say {now}: "
+                raise ValueError(f"{config.out} holds a run with {name} {then.get(name)}, but the flags say {now}: "
                                  "use the same flags, another --out, or --resume never")
         then = saved["config"]
         changed = [f"--{name} {then.get(name)} is now {now}" for name, now in dataclasses.asdict(config).items()
@@ -406,11 +407,10 @@ def evaluate(run, step):
     distributed.reshard(run.raw)
     loss = (world.sum(total) / world.sum(targets)).item()
     meta, elapsed = run.validation.meta, time.perf_counter() - STARTED
-    per_byte = meta["val_tokens"] / meta["val_bytes"] / math.log(2) if meta.get("val_bytes") else None
-    values = dict(val_loss=loss, val_bpb=per_byte and loss * per_byte)
+    bits = loss / math.log(2) * meta["val_tokens"] / meta["val_bytes"] if meta.get("val_bytes") else math.nan
+    values = dict(val_loss=loss, val_bpb=bits)
     write_metrics(run, step=step, **values, elapsed_s=elapsed)
-    bits = f" = {loss * per_byte:.4f} bits per byte" if per_byte else ""
-    run.say(f"step {step}  validation loss {loss:.4f} nats{bits}  {elapsed:.0f} s")
+    run.say(f"step {step}  validation loss {loss:.4f} nats = {bits:.4f} bits per byte  {elapsed:.0f} s")
     return values
 
 
@@ -455,7 +455,7 @@ def show_sample(run, tokens=200):
         return run.say("no sample: it needs a tokenizer in meta.json, and a run without --tp")
     try:
         tokenizer = data.load_tokenizer(run.dataset.meta["tokenizer"], run.config.data)
-    except OSError as error:  # the run is complete and saved, with or without a sample
+    except (OSError, ValueError) as error:  # the run is complete and saved, with or without a sample
         return run.say(f"no sample: {error}")
     prompt = run.validation.fixed(0)[0][:min(32, run.raw.config.seq_len // 2)].tolist()
     tokens = min(tokens, run.raw.config.seq_len - len(prompt))  # learned positions end there
@@ -522,7 +522,10 @@ def loop(run):
 
 
 def main():
-    sys.exit(train(parse_args(TrainConfig, "train.py")))
+    try:
+        sys.exit(train(parse_args(TrainConfig, "train.py")))
+    except KeyboardInterrupt:  # before the loop, which has its own way to stop
+        sys.exit("train.py: interrupted before the first step")
 
 
 if __name__ == "__main__":
