@@ -734,7 +734,7 @@ def test_every_kth_of_many_documents_is_validation_and_few_are_cut_at_the_tail()
         assert len(val[0]) == sum(map(len, rows[:3])) - int(0.9 * sum(map(len, rows[:3])))
 
 
-def test_sources_folder_parquet_hf_stdin_and_default():
+def test_sources_folder_hf_stdin_and_default():
     with folder() as where:
         source = where / "source"
         for name, content in {"b.txt": b"bee", "a/z.md": b"zed \xff", ".git/x": b"no", "c.png": b"\x89\x00\x01",
@@ -764,11 +764,15 @@ def test_sources_folder_parquet_hf_stdin_and_default():
                 fails(ValueError, "hf:NAME[/CONFIG][:SPLIT]", list, data.read_table(wrong, "text"))
         finally:
             del sys.modules["datasets"]
-        try:
-            import pyarrow
-            import pyarrow.parquet
-        except ImportError:
-            raise Skip("pyarrow is not installed: no parquet")
+
+
+def test_parquet_rows_are_documents():
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise Skip("pip install pyarrow") from None
+    with folder() as where:
         pyarrow.parquet.write_table(pyarrow.table({"text": ["p", "q"], "n": [1, 2]}), where / "t.parquet")
         assert list(data.read_table(where / "t.parquet", "text")) == ["p", "q"]
         fails(ValueError, "row 1 no 'n'", list, data.read_table(where / "t.parquet", "body"))
