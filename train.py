@@ -114,7 +114,7 @@ def parse_args(kind, prog, argv=None):
             parser.add_argument("--" + field.name, action="store_true", default=default, help=options["help"])
             parser.add_argument("--no_" + field.name, dest=field.name, action="store_false", help=argparse.SUPPRESS)
         else:
-            parser.add_argument("--" + field.name, default=default, metavar=field.name.upper(), **options)
+            parser.add_argument("--" + field.name, default=default, **options)
     argv = [re.sub("(?<=^--)[^=]+", lambda name: name[0].replace("-", "_"), word)
             for word in (sys.argv[1:] if argv is None else argv)]
     values, unknown = parser.parse_known_args(argv)
