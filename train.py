@@ -39,7 +39,7 @@ from model import GPT, PRESETS, ModelConfig
 @dataclasses.dataclass
 class TrainConfig:
     """Train a GPT."""
-    data: Annotated[str, "folder of token shards from data.py; the default one prepares itself"] = "data/stdlib"
+    data: Annotated[str, "folder of token shards from data.py; one named stdlib prepares itself"] = "data/stdlib"
     out: Annotated[str, "folder of the run: config, metrics, checkpoints"] = "out"
     model: Annotated[Literal[tuple(PRESETS)], "preset; the next flags change single fields of it"] = "nano"
     n_layer: Annotated[int | None, "blocks"] = None
@@ -280,7 +280,7 @@ def setup(config, world, micro_batch):
     fields = model_config(config, vocab_size=1)
     say = functools.partial(print, flush=True) if world.writer else lambda *words: None
     with world.first():
-        if config.data == TrainConfig.data and not os.path.exists(config.data):
+        if Path(config.data).name == "stdlib" and not os.path.exists(config.data):
             say(f"{config.data} is not there yet: preparing the Python standard library's sources")
             data.prepare([], config.data)
     dataset = data.TokenDataset(config.data, "train", fields.seq_len, config.seed)
