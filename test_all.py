@@ -484,6 +484,30 @@ def test_metrics_lines_have_every_field():
         assert abs(nats_per_bit / math.log(2) - meta["val_bytes"] / meta["val_tokens"]) < 1e-9
 
 
+def test_fp16_with_its_scaler_runs_resumes_and_skips_in_all_optimizers_or_none():
+    """From its own and from an fp32 checkpoint; an inf in a hidden matrix leaves the embedding alone, too."""
+    assumed = mock.patch.object(profile, "peak_flops", lambda *_: (1e12, "assumed"))  # measuring a slow fp16 takes long
+    with folder() as d, assumed:
+        data.prepare([model_file.__file__], d / "data")
+        for dtype, steps in ("fp32", 2), ("fp16", 4), ("fp16", 6):
+            code, output = train_here(f"--data={d}/data", f"--out={d}/out", f"--steps={steps}", f"--dtype={dtype}",
+                                      "--n_embd=16", "--n_layer=1", "--batch_size=2", "--seq_len=8", "--eval_tokens=8")
+            assert code == 0 and f"complete at step {steps}" in output, output
+        assert len(metrics_of(d / "out")[0]) == 6
+    model, tokens = tiny(initial=True), torch.randint(64, (2, 17))
+    optimizers = train_file.build_optimizer(model, TrainConfig(), 0.01, torch.float32)
+    scaler = torch.amp.GradScaler("cpu")
+    scaler.scale(model(tokens[:, :-1], tokens[:, 1:])).backward()
+    model.blocks[0].attn.q.weight.grad[0, 0] = float("inf")
+    before = model.embed.weight.detach().clone()
+    for optimizer in optimizers:
+        scaler.unscale_(optimizer)
+    distributed.agree(scaler, optimizers)
+    for optimizer in optimizers:
+        scaler.step(optimizer)
+    assert torch.equal(model.embed.weight, before)
+
+
 def test_law_1_and_2_accumulation_equals_one_batch():
     """Four micro-batches of four are one batch of sixteen, also when targets are ignored unevenly among them."""
     with folder() as d:
