@@ -215,7 +215,7 @@ class Checkpointer:
         self.group = dist.new_group(backend="gloo") if dist.is_available() and dist.is_initialized() else None
         self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if self.group else (0, 1)
         self.asynchronous, self.verified, self.saved = asynchronous, None, None
-        self.pending = self.failure = None
+        self.pending = self.failure = self.stager = None
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP on one process, as intended
 
     def folder(self, step):
@@ -254,20 +254,23 @@ class Checkpointer:
         note = json.dumps({"step": step, "extra": extra or {}})  # now, since the caller may change `extra` later
         temporary = self.root / f".tmp-step_{step:08d}"
         writer = storage_writer(temporary, lambda files: self.commit(step, note, files, temporary))
-        where = dict(storage_writer=writer, process_group=self.group)
+        state, where = tensors(model, optimizers), dict(storage_writer=writer, process_group=self.group)
         self.saved = step
         if self.asynchronous:
-            self.pending = dcp.async_save(tensors(model, optimizers), async_stager=self.staging(), **where)
+            self.pending = dcp.async_save(state, async_stager=self.staging(state), **where)
         else:
-            self.settle(lambda: dcp.save(tensors(model, optimizers), **where))
+            self.settle(lambda: dcp.save(state, **where))
             self.finish()
 
-    def staging(self):
-        """The memory that an asynchronous save copies to: new for each, since torch 2.11 closes a stager after use."""
-        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
+    def staging(self, state):
+        """Memory to copy `state` to, kept from save to save: new pages would cost most of the time that one stalls."""
+        from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
-        cuda = torch.cuda.is_available()  # then the memory is pinned and the copies do not wait for each other
-        return DefaultStager(StagingOptions(cuda, False, False, cuda))
+        if self.stager is None or self.stager.state_dict_cache.keys() != state.keys():
+            self.stager = BlockingAsyncStager(cache_staged_state_dict=True)
+            if not torch.cuda.is_available():  # its own would be pinned memory, which only a GPU's driver has
+                self.stager.state_dict_cache = BlockingAsyncStager().stage(state)
+        return self.stager
 
     def commit(self, step, note, files, temporary):
         """Make a written checkpoint visible, then remove others. Runs on rank 0, when the ranks' parts are on disk."""

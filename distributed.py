@@ -344,17 +344,6 @@ def clip_grad_norm(parameters, max_norm):
     return norm
 
 
-def agree(scaler, optimizers):
-    """After `unscale_` of all `optimizers`: an overflow in one, on any process, is one for all, or some would step."""
-    if scaler.is_enabled():
-        found = [flag for optimizer in optimizers for flag in scaler._found_inf_per_device(optimizer).values()]
-        worst = torch.stack(found).max()
-        if dist.is_initialized():
-            dist.all_reduce(worst, dist.ReduceOp.MAX)
-        for flag in found:
-            flag.copy_(worst)
-
-
 def whole(tensor):
     """The whole of a sharded tensor, on each process; a plain tensor as it is."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor

@@ -30,6 +30,7 @@ import traceback
 import unittest
 from functools import lru_cache
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 HERE = Path(__file__).resolve().parent
@@ -484,8 +485,8 @@ def test_metrics_lines_have_every_field():
         assert abs(nats_per_bit / math.log(2) - meta["val_bytes"] / meta["val_tokens"]) < 1e-9
 
 
-def test_fp16_with_its_scaler_runs_resumes_and_skips_in_all_optimizers_or_none():
-    """From its own and from an fp32 checkpoint; an inf in a hidden matrix leaves the embedding alone, too."""
+def test_fp16_with_its_scaler_runs_and_resumes():
+    """From its own and from an fp32 checkpoint."""
     assumed = mock.patch.object(profile, "peak_flops", lambda *_: (1e12, "assumed"))  # measuring a slow fp16 takes long
     with folder() as d, assumed:
         data.prepare([model_file.__file__], d / "data")
@@ -494,18 +495,44 @@ def test_fp16_with_its_scaler_runs_resumes_and_skips_in_all_optimizers_or_none()
                                       "--n_embd=16", "--n_layer=1", "--batch_size=2", "--seq_len=8", "--eval_tokens=8")
             assert code == 0 and f"complete at step {steps}" in output, output
         assert len(metrics_of(d / "out")[0]) == 6
-    model, tokens = tiny(initial=True), torch.randint(64, (2, 17))
-    optimizers = train_file.build_optimizer(model, TrainConfig(), 0.01, torch.float32)
-    scaler = torch.amp.GradScaler("cpu")
-    scaler.scale(model(tokens[:, :-1], tokens[:, 1:])).backward()
-    model.blocks[0].attn.q.weight.grad[0, 0] = float("inf")
-    before = model.embed.weight.detach().clone()
-    for optimizer in optimizers:
-        scaler.unscale_(optimizer)
-    distributed.agree(scaler, optimizers)
-    for optimizer in optimizers:
-        scaler.step(optimizer)
-    assert torch.equal(model.embed.weight, before)
+
+
+def planted(raw, scaler, poison):
+    """The run whose `update` comes next, after a backward pass and with a gradient made infinite by `poison`."""
+    run = SimpleNamespace(raw=raw, scaler=scaler, config=TrainConfig(), skipped=0, world=None,
+                          optimizers=train_file.build_optimizer(raw, TrainConfig(), 0.01, torch.float32))
+    tokens = torch.arange(17)[None]
+    scaler.scale(raw(tokens[:, :-1], tokens[:, 1:])).backward()
+    if poison:
+        local(raw.blocks[0].attn.q.weight.grad)[0, 0] = float("inf")
+    return run
+
+
+def test_what_is_not_finite_skips_all_optimizers_alike():
+    """An inf in one hidden matrix, or in the loss, leaves every parameter and moment alone; fp16's scale halves."""
+    for enabled, poison, loss in itertools.product((True, False), (True, False), (1.0, math.nan)):
+        model, scaler = tiny(initial=True), torch.amp.GradScaler("cpu", enabled=enabled)
+        run = planted(model, scaler, poison)
+        before = [p.detach().clone() for p in model.parameters()]
+        train_file.update(run, torch.tensor(loss), 0.01)
+        skipped = poison or math.isnan(loss)
+        assert run.skipped == skipped
+        assert not enabled or scaler.get_scale() == (2.0 ** 15 if skipped else 2.0 ** 16)
+        assert skipped == all(map(torch.equal, before, model.parameters()))
+        assert skipped == (not any(optimizer.state for optimizer in run.optimizers))
+
+
+def test_too_many_skips_end_the_run_and_keep_the_last_good_checkpoint():
+    with folder() as d:
+        data.prepare([model_file.__file__], d / "data")
+        flags = ["--save_every=1", "--max_skips=2", "--steps=40", "--lr=1e30", "--warmup=0", "--eval_every=0"]
+        code, output = train_here(f"--data={d}/data", f"--out={d}/out", *flags)
+        assert code == 1 and output.count("update skipped") == 3 and "--max_skips" in output, output
+        lines = [json.loads(line) for line in (d / "out/metrics.jsonl").read_text().splitlines()]
+        assert all(None in (line["loss"], line["grad_norm"]) for line in lines[-3:]), lines
+        checkpointer = Checkpointer(d / "out")
+        model = GPT(ModelConfig(**checkpointer.read_extra()["model"]))
+        assert checkpointer.load(model) and all(p.isfinite().all() for p in model.parameters())
 
 
 def test_law_1_and_2_accumulation_equals_one_batch():
@@ -1706,7 +1733,7 @@ def test_slow_law_1_compiled():
 
 
 def worker_manners(_):
-    """`first` outlasts the time-out of collectives, in order; `any` and `agree` agree; then rank 1 fails."""
+    """`first` outlasts the time-out of collectives, in order; `any` and a skipped update agree; then rank 1 fails."""
     world = distributed.start("cpu", fsdp=True, timeout=3)
     with world.first():
         if world.writer:
@@ -1716,17 +1743,11 @@ def worker_manners(_):
     assert (world.sum(torch.tensor(1.5)).item(), world.data_size, world.size) == (3.0, 2, 2)
 
     raw = meta(shaped("llama", True))
-    model = distributed.parallelize(raw, world, seed=1)
-    scaler, optimizer = torch.amp.GradScaler("cpu"), torch.optim.SGD(raw.parameters(), lr=1.0)
+    distributed.parallelize(raw, world, seed=1)
+    run = planted(raw, torch.amp.GradScaler("cpu"), poison=world.rank == 1)
     before = raw.norm.weight.to_local().clone()
-    scaler.scale(model(torch.zeros(1, 16, dtype=torch.long), torch.ones(1, 16, dtype=torch.long))).backward()
-    if world.rank == 1:
-        raw.norm.weight.grad.to_local().fill_(float("inf"))
-    scaler.unscale_(optimizer)
-    distributed.agree(scaler, [optimizer])
-    scaler.step(optimizer)
-    scaler.update()
-    assert torch.equal(raw.norm.weight.to_local(), before) and scaler.get_scale() == 2.0 ** 15
+    train_file.update(run, torch.tensor(1.0), 0.01)
+    assert torch.equal(raw.norm.weight.to_local(), before) and run.scaler.get_scale() == 2.0 ** 15
     print(f"AGREED {world.rank}", flush=True)
     if world.rank == 1:
         print(f"FAILS {time.time()}", flush=True)

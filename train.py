@@ -57,6 +57,7 @@ class TrainConfig:
     schedule: Annotated[Literal["wsd", "cosine"], "wsd: warm-up, stable, then linear decay over the last half"] = "wsd"
     weight_decay: Annotated[float, "decoupled decay of matrices; vectors are never decayed"] = 0.1
     grad_clip: Annotated[float, "largest global gradient norm; 0: no clipping"] = 1.0
+    max_skips: Annotated[int, "updates in a row that may be skipped because a number is not finite"] = 10
     seed: Annotated[int, "of the initial weights, the order of the data, dropout"] = 1337
     device: Annotated[Literal["auto", "cpu", "cuda", "mps"], "auto: the fastest there is"] = "auto"
     dtype: Annotated[Literal["auto", "bf16", "fp16", "fp32"], "of matrix products; auto: bf16 if it is fast"] = "auto"
@@ -70,6 +71,7 @@ class TrainConfig:
     attention: Annotated[Literal["sdpa", "reference"], "kernel; reference: the textbook formula, for learning"] = "sdpa"
     save_every: Annotated[int, "steps between checkpoints; 0: only at the end"] = 100
     keep: Annotated[int, "newest checkpoints to keep"] = 2
+    keep_every: Annotated[int, "also keep each checkpoint whose step this divides; 0: none"] = 0
     async_save: Annotated[bool, "write checkpoints while training goes on"] = False
     resume: Annotated[str, "auto: go on from the newest checkpoint in --out; never: start over; or a step"] = "auto"
     eval_every: Annotated[int, "steps between evaluations; 0: only at the end"] = 100
@@ -79,7 +81,7 @@ class TrainConfig:
     def __post_init__(self):
         """Refuse what cannot work, before anything is read or started."""
         least = dict(steps=1, batch_size=1, keep=1, log_every=1, micro_batch=1, seq_len=2, warmup=0, weight_decay=0,
-                     grad_clip=0, save_every=0, eval_every=0, eval_tokens=0, seed=0)
+                     grad_clip=0, save_every=0, keep_every=0, eval_every=0, eval_tokens=0, seed=0, max_skips=0)
         for name, value in least.items():
             if getattr(self, name) is not None and not getattr(self, name) >= value:
                 raise ValueError(f"--{name} is {getattr(self, name)}, expected at least {value}")
@@ -102,20 +104,18 @@ def parse_args(kind, prog, argv=None):
     parser.error = lambda message: parser.exit(2, f"{prog}: {message} (see {prog} --help)\n")
     for field in dataclasses.fields(kind):
         hint, text = get_args(get_type_hints(kind, include_extras=True)[field.name])
-        default = None if field.default is dataclasses.MISSING else field.default
-        options = dict(help=text + ("" if default is None else f" ({str(default).replace('%', '%%')})"))
-        if get_origin(hint) is Literal:
+        positional = field.default is dataclasses.MISSING
+        options = dict(help=text) if positional else dict(help=text + " (%(default)s)", default=field.default)
+        if hint is bool:
+            options["action"] = argparse.BooleanOptionalAction
+        elif get_origin(hint) is Literal:
             options["choices"] = get_args(hint)
-        elif hint is not bool:
-            options["type"] = get_args(hint)[0] if get_origin(hint) in (list, UnionType) else hint
-        if field.default is dataclasses.MISSING:
-            parser.add_argument(field.name, nargs="*" if get_origin(hint) is list else None, **options)
-        elif hint is bool:
-            parser.add_argument("--" + field.name, action="store_true", default=default, help=options["help"])
-            parser.add_argument("--no_" + field.name, dest=field.name, action="store_false", help=argparse.SUPPRESS)
         else:
-            parser.add_argument("--" + field.name, default=default, **options)
-    argv = [re.sub("(?<=^--)[^=]+", lambda name: name[0].replace("-", "_"), word)
+            options["type"] = get_args(hint)[0] if get_args(hint) else hint
+        if get_origin(hint) is list:
+            options["nargs"] = "*"
+        parser.add_argument(field.name if positional else "--" + field.name, **options)
+    argv = [re.sub("(?<=^--)[^=]+", lambda name: re.sub("^no_", "no-", name[0].replace("-", "_")), word)
             for word in (sys.argv[1:] if argv is None else argv)]
     values, unknown = parser.parse_known_args(argv)
     if unknown:
@@ -283,82 +283,80 @@ def setup(config, world, micro_batch):
         if Path(config.data).name == "stdlib" and not os.path.exists(config.data):
             say(f"{config.data} is not there yet: preparing the Python standard library's sources")
             data.prepare([], config.data)
-    dataset = data.TokenDataset(config.data, "train", fields.seq_len, config.seed)
-    validation = data.TokenDataset(config.data, "val", fields.seq_len)
-    fields = model_config(config, dataset.meta["vocab_size"])
-    checkpointer, resumed = open_run(config, fields, dataset.meta, world, say)
+    run = SimpleNamespace(config=config, world=world, say=say, micro_batch=micro_batch, skipped=0, unsaved=False)
+    run.dataset = data.TokenDataset(config.data, "train", fields.seq_len, config.seed)
+    run.validation = data.TokenDataset(config.data, "val", fields.seq_len)
+    fields = model_config(config, run.dataset.meta["vocab_size"])
+    run.note = dict(config=dataclasses.asdict(config), model=dataclasses.asdict(fields),
+                    tokenizer=run.dataset.meta["tokenizer"], data=os.path.abspath(config.data))
+    resumed = open_run(run)
 
     dtype, why_dtype = pick_dtype(config.dtype, world.device)
     compiled, why_compile = pick_compile(config.compile, world.device)
     with torch.device("meta"):
-        raw = GPT(fields, config.attention)
-    model = distributed.parallelize(raw, world, param_dtype=dtype, activation_checkpoint=config.activation_checkpoint,
-                                    compile=compiled, seed=config.seed, reshard_after_forward=config.reshard)
-    peak_lr = config.lr or min(0.01, 0.64 / fields.n_embd)
-    optimizers = build_optimizer(raw, config, peak_lr, dtype)
-    scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
-    step, extra = (0, {}) if resumed is None else checkpointer.load(raw, optimizers, resumed)
-    scaler.load_state_dict(extra.get("scaler") or scaler.state_dict())
+        run.raw = GPT(fields, config.attention)
+    run.model = distributed.parallelize(
+        run.raw, world, param_dtype=dtype, activation_checkpoint=config.activation_checkpoint, compile=compiled,
+        seed=config.seed, reshard_after_forward=config.reshard)
+    run.peak_lr = config.lr or min(0.01, 0.64 / fields.n_embd)
+    run.optimizers = build_optimizer(run.raw, config, run.peak_lr, dtype)
+    run.scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
+    run.step, extra = (0, {}) if resumed is None else run.checkpointer.load(run.raw, run.optimizers, resumed)
+    run.scaler.load_state_dict(extra.get("scaler") or run.scaler.state_dict())
+    # FSDP2 hands its modules weights that are in `dtype` already.
+    autocast = dtype != torch.float32 and not world.has("shard")
+    run.autocast = torch.autocast(world.device.type, dtype, enabled=autocast)
     if world.writer:
         Path(config.out).mkdir(parents=True, exist_ok=True)
-        content = dict(config=dataclasses.asdict(config), model=dataclasses.asdict(fields),
-                       tokenizer=dataset.meta["tokenizer"])
-        write_whole(Path(config.out, "config.json"), json.dumps(content, indent=2) + "\n")
+        write_whole(Path(config.out, "config.json"), json.dumps(run.note, indent=2) + "\n")
+        run.metrics = open_metrics(Path(config.out, "metrics.jsonl"), run.step)
     peak, source = profile.peak_flops(world.device, dtype)
-    accumulation = config.batch_size // world.data_size // micro_batch
+    run.meter = profile.Meter(run.raw.flops_per_token(fields.seq_len), peak * world.size, world.device)
+    run.accumulation = config.batch_size // world.data_size // micro_batch
 
-    say(f"data      {config.data}: {dataset.tokens:,} tokens to train on, {validation.tokens:,} to validate, "
-        f"tokenizer {dataset.meta['tokenizer']} of {fields.vocab_size:,}")
-    say(f"model     {config.model}: {raw.num_params():,} parameters, {fields.n_layer} layers x {fields.n_embd}")
-    say(f"batch     {config.batch_size} sequences = {world.data_size} processes x {accumulation} micro-batches x "
+    say(f"data      {config.data}: {run.dataset.tokens:,} tokens to train on, {run.validation.tokens:,} to validate, "
+        f"tokenizer {run.note['tokenizer']} of {fields.vocab_size:,}")
+    say(f"model     {config.model}: {run.raw.num_params():,} parameters, {fields.n_layer} layers x {fields.n_embd}")
+    say(f"batch     {config.batch_size} sequences = {world.data_size} processes x {run.accumulation} micro-batches x "
         f"{micro_batch}, each of {fields.seq_len} tokens")
     say(f"machine   {world.size} x {world.device.type}, {str(dtype)[6:]} ({why_dtype}), compile {why_compile}, "
         f"peak {peak / 1e12:.2f} TFLOP/s ({source})")
-    say(f"optimizer {config.optimizer}, peak lr {peak_lr:.2e}, {config.schedule}; "
-        + (f"{config.steps} steps from scratch" if resumed is None else f"resumed at step {step} of {config.steps}"))
-    return SimpleNamespace(
-        config=config, world=world, say=say, dataset=dataset, validation=validation, micro_batch=micro_batch,
-        accumulation=accumulation, raw=raw, model=model, optimizers=optimizers, scaler=scaler, peak_lr=peak_lr,
-        step=step, checkpointer=checkpointer, unsaved=False,
-        meter=profile.Meter(raw.flops_per_token(fields.seq_len), peak * world.size, world.device),
-        metrics=open_metrics(Path(config.out, "metrics.jsonl"), step) if world.writer else None,
-        # FSDP2 hands its modules weights that are in `dtype` already.
-        autocast=torch.autocast(world.device.type, dtype, enabled=dtype != torch.float32 and not world.has("shard")))
+    say(f"optimizer {config.optimizer}, peak lr {run.peak_lr:.2e}, {config.schedule}; "
+        + (f"resumed at step {run.step} of {config.steps}" if run.step else f"{config.steps} steps from scratch"))
+    return run
 
 
-def open_run(config, fields, meta, world, say):
-    """The run's Checkpointer, and the step to resume from, None for a fresh start.
+def open_run(run):
+    """Make the run's Checkpointer -> the step to resume from, None for a fresh start.
 
     Raises ValueError when the checkpoint is of another model or tokenizer. Other flags may change; that is said aloud.
     """
+    config, world = run.config, run.world
     out = Path(config.out).resolve()
     if config.resume == "never" and world.writer and out.exists():
         aside = next(path for n in range(1, 10 ** 6) if not (path := out.with_name(f"{out.name}.{n}")).exists())
         out.rename(aside)
-        say(f"--resume never: the earlier run is now {aside}")
+        run.say(f"--resume never: the earlier run is now {aside}")
     world.any(False)  # nobody looks before it is moved
-    checkpointer = checkpoint.Checkpointer(out, config.keep, config.async_save)
+    run.checkpointer = checkpoint.Checkpointer(out, config.keep, config.async_save, config.keep_every)
     step = int(config.resume) if config.resume.isdecimal() else None
-    step = checkpointer.choose(step, read=(world.rank, world.size))
+    step = run.checkpointer.choose(step, read=(world.rank, world.size))
     if step is not None:
-        saved = checkpointer.read_extra(step)
-        then = dict(saved["model"], tokenizer=saved["tokenizer"], optimizer=saved["config"]["optimizer"])
-        wanted = dict(dataclasses.asdict(fields), tokenizer=meta["tokenizer"], optimizer=config.optimizer)
-        for name, now in wanted.items():
-            if then.get(name) != now:
-                raise ValueError(f"{config.out} holds a run with {name} {then.get(name)}, but the flags say {now}: "
-                                 "use the same flags, another --out, or --resume never")
-        then = saved["config"]
-        changed = [f"--{name} {then.get(name)} is now {now}" for name, now in dataclasses.asdict(config).items()
-                   if name not in ("resume", "out") and then.get(name) != now]
+        then, now = (dict(note["config"], tokenizer=note["tokenizer"], **dataclasses.asdict(ModelConfig(**note["model"])))
+                     for note in (run.checkpointer.read_extra(step), run.note))
+        changed = [name for name in now if then.get(name) != now[name] and name not in ("resume", "out")]
+        for name in changed:
+            if name in run.note["model"] or name in ("tokenizer", "optimizer"):
+                raise ValueError(f"{config.out} holds a run with {name} {then.get(name)}, but the flags say {now[name]}: use"
+                                 " the same flags, another --out, or --resume never")
         if changed:
-            say(f"note      since the checkpoint, {'; '.join(changed)}")
-    return checkpointer, step
+            changes = "; ".join(f"--{name} {then.get(name)} is now {now[name]}" for name in changed)
+            run.say(f"note      since the checkpoint, {changes}")
+    return step
 
 
 def optimizer_step(run, batches, step):
-    """One optimizer step on one global batch -> (loss, gradient norm), fp32 tensors that nobody has waited for yet."""
-    rate = learning_rate(step, run.config, run.peak_lr)
+    """One optimizer step on one global batch -> (loss, gradient norm), fp32 scalars."""
     torch.manual_seed(data.mix(run.config.seed, step, run.world.data_rank))  # dropout
     micro = [run.meter.wait(batches) for _ in range(run.accumulation)]
     targets = run.world.sum(sum((y != -100).sum() for _, y in micro))  # of the whole global batch
@@ -370,17 +368,26 @@ def optimizer_step(run, batches, step):
             loss = run.model(x, y) * (run.world.data_size / targets)
         run.scaler.scale(loss).backward()
         total += loss.detach()
+    loss = run.world.sum(total) / run.world.data_size
+    return loss, update(run, loss, learning_rate(step, run.config, run.peak_lr))
+
+
+def update(run, loss, rate):
+    """Clip the gradients and let the optimizers step, unless a number is not finite -> the norm before clipping."""
     for optimizer in run.optimizers:
         run.scaler.unscale_(optimizer)
-    distributed.agree(run.scaler, run.optimizers)  # before clipping, which spreads one inf or NaN to all gradients
-    norm = distributed.clip_grad_norm(run.raw.parameters(), run.config.grad_clip)
-    for optimizer in run.optimizers:
         for group in optimizer.param_groups:
             group["lr"] = rate
-        run.scaler.step(optimizer)
+    norm = distributed.clip_grad_norm(run.raw.parameters(), run.config.grad_clip)
+    # Both are global, so all processes and optimizers agree; one that skipped alone would part from the others.
+    finite = math.isfinite(norm.item() + loss.item())
+    for optimizer in run.optimizers:
+        if finite:
+            run.scaler.step(optimizer)
         optimizer.zero_grad()
-    run.scaler.update()
-    return run.world.sum(total) / run.world.data_size, norm
+    run.scaler.update(None if finite else run.scaler.get_scale() / 2)
+    run.skipped = 0 if finite else run.skipped + 1
+    return norm
 
 
 @torch.no_grad()
@@ -424,8 +431,6 @@ def report(run, pending):
                       grad_norm=norm.item(), tokens=step * tokens, **speed, elapsed_s=elapsed)
         write_metrics(run, **values)
     pending.clear()
-    if not math.isfinite(values["loss"]):
-        raise SystemExit(f"train.py: step {step} has loss {values['loss']}: lower --lr; the last checkpoint is good")
     of, rate = run.config.steps, speed["tokens_per_s"]
     run.say(f"step {step:>{len(str(of))}}/{of}  loss {values['loss']:.4f}  lr {values['lr']:.2e}  "
             f"norm {values['grad_norm']:.2f}  {rate:,.0f} tokens/s  MFU {speed['mfu']:.0%}  {elapsed:.0f} s")
@@ -433,9 +438,8 @@ def report(run, pending):
 
 def save(run, step):
     """Write a checkpoint of `step`; all else that a resumed run needs follows from the step."""
-    extra = dict(config=dataclasses.asdict(run.config), model=dataclasses.asdict(run.raw.config),
-                 tokenizer=run.dataset.meta["tokenizer"], data=os.path.abspath(run.config.data),
-                 scaler=run.scaler.state_dict(), tokens=step * run.config.batch_size * run.raw.config.seq_len)
+    extra = dict(run.note, scaler=run.scaler.state_dict(),
+                 tokens=step * run.config.batch_size * run.raw.config.seq_len)
     run.unsaved = False
     guard(run, run.checkpointer.save, step, run.raw, run.optimizers, extra)
 
@@ -501,8 +505,12 @@ def loop(run):
 
         def due(every):
             return last or every and step % every == 0
-        if stopping or due(config.log_every) or due(config.eval_every) or due(config.save_every):
+        if run.skipped or stopping or due(config.log_every) or due(config.eval_every) or due(config.save_every):
             report(run, pending)
+        if run.skipped:
+            say(f"step {step}: update skipped, its loss or gradient is not finite ({run.skipped} in a row)")
+        if run.skipped > config.max_skips:
+            break
         if due(config.eval_every):
             evaluate(run, step)
         if stopping or due(config.save_every):
@@ -511,6 +519,9 @@ def loop(run):
         if not pending:
             run.meter.start()  # evaluating and saving are no optimizer work
     guard(run, run.checkpointer.finish)
+    if run.skipped > config.max_skips:
+        say("train.py: that is more than --max_skips: lower --lr, or go on from the last checkpoint with another --seed")
+        return 1
     if stopping and not last:
         number = signals[0] if signals else signal.SIGTERM
         say(f"stopped at step {step} by {signal.Signals(number).name}: the same command goes on from there")
