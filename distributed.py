@@ -12,6 +12,8 @@ import gc
 import logging
 import os
 import sys
+import time
+import uuid
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
@@ -136,10 +138,35 @@ def start(device="auto", fsdp=False, replicas=1, tp=1, timeout=600, **sizes):
     cuda = device.type == "cuda"
     if cuda:
         torch.cuda.set_device(device)
-    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", timeout=timedelta(seconds=timeout),
-                            device_id=device if cuda else None)
+    store, rank, size = meet(timeout)
+    dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=rank, world_size=size,
+                            timeout=timedelta(seconds=timeout), device_id=device if cuda else None)
     sys.excepthook = partial(leave, sys.excepthook)
     return connect(shape, device)
+
+
+def meet(timeout):
+    """(store, rank, number of processes): torchrun's store, under a name that this attempt alone knows.
+
+    torchrun keeps one store over its restarts, with the addresses of processes that are dead (pytorch issue 135712),
+    and no number of the attempt that all machines agree on. So each process asks under a name that nobody had before,
+    and rank 0 answers whatever is asked, old questions too, until all processes of this attempt have its answer.
+    """
+    store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
+    attempt, end = uuid.uuid4().hex, time.monotonic() + timeout
+    if rank:
+        store.set(f"ask {rank}", attempt)
+        attempt = store.get(f"answer {attempt}").decode()  # waits for it
+        store.set(f"{attempt} {rank}", "here")
+    others = range(1, size if rank == 0 else 1)
+    while missing := [other for other in others if not store.check([f"{attempt} {other}"])]:
+        for other in missing:
+            if store.check([f"ask {other}"]):
+                store.set("answer " + store.get(f"ask {other}").decode(), attempt)
+        if time.monotonic() > end:
+            raise TimeoutError(f"processes {missing} have not come within {timeout} s")
+        time.sleep(0.01)
+    return dist.PrefixStore(attempt, store), rank, size
 
 
 def connect(shape, device):

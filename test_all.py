@@ -18,8 +18,10 @@ import json
 import math
 import os
 import pickle
+import random
 import shutil
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -1548,6 +1550,95 @@ def test_slow_checkpoint_on_two_processes():
 
 
 # ---- many processes --------------------------------------------------------------------------------------------------
+
+def forked(processes, function, *arguments):
+    """Pids of children of this process that run `function` together, as torchrun would have started them."""
+    port, pids = free_port(), []
+    for rank in range(processes):
+        pid = os.fork()  # a child begins with everything imported: 5 s sooner than a new process
+        if pid == 0:
+            code = 1
+            with contextlib.suppress(BaseException), open(os.devnull, "w") as nowhere:
+                os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(processes),
+                                  MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port)) if processes > 1 else None
+                os.dup2(nowhere.fileno(), 1)
+                os.dup2(nowhere.fileno(), 2)
+                code = function(*arguments)
+            os._exit(code)
+        pids.append(pid)
+    return pids
+
+
+def free_port():
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return found.getsockname()[1]
+
+
+def exit_codes(pids, seconds=60):
+    """The children's exit codes (negative: the signal that ended them); after `seconds` they are killed."""
+    codes, end = {}, time.time() + seconds
+    while len(codes) < len(pids):
+        for pid in pids:
+            if pid not in codes and (found := os.waitpid(pid, os.WNOHANG))[0]:
+                codes[pid] = os.waitstatus_to_exitcode(found[1])
+            elif pid not in codes and time.time() > end:
+                os.kill(pid, signal.SIGKILL)
+        time.sleep(0.01)
+    return [codes[pid] for pid in pids]
+
+
+def test_slow_fifty_runs_killed_at_random_moments():
+    """Most of them inside a save, on one and two processes, saves synchronous or not: each resumes bit for bit."""
+    moments, seen = random.Random(0), []
+    with folder() as d:
+        data.prepare([model_file.__file__], d / "data")
+
+        def run(out, *flags):
+            return train_here(f"--data={d}/data", f"--out={d}/{out}", "--steps=6", "--save_every=1", "--eval_every=3",
+                              "--n_layer=1", *flags, catch=False)
+        run("warm")  # what it imports, the children need not
+        for processes, asynchronous in itertools.product((1, 2), ("--no_async_save", "--async_save")):
+            whole = f"whole{processes}{asynchronous}"
+            start = time.time()
+            assert exit_codes(forked(processes, run, whole, asynchronous)) == [0] * processes
+            duration = time.time() - start
+            for trial in range(13 if processes == 1 else 12):
+                out = f"{processes}{asynchronous}{trial}"
+                pids = forked(processes, run, out, asynchronous)
+                time.sleep(duration * moments.uniform(0.1, 0.9))
+                os.kill(moments.choice(pids), signal.SIGKILL)
+                codes = exit_codes(pids, seconds=1)  # a peer that waits for the dead one is ended, too
+                found = Checkpointer(d / out).steps()
+                assert exit_codes(forked(processes, run, out, asynchronous)) == [0] * processes, out
+                assert metrics_of(d / out) == metrics_of(d / whole), out
+                seen.append((codes.count(-signal.SIGKILL) > 0, bool(found)))
+                shutil.rmtree(d / out)
+    killed, resumed = map(sum, zip(*seen))
+    assert len(seen) == 50 and killed > 35 and resumed > 25, (killed, resumed)
+
+
+def children(pid):
+    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+
+
+def test_slow_elastic():
+    """torchrun --max-restarts starts again by itself after a worker is killed, from the newest checkpoint."""
+    with folder() as d:
+        data.prepare([model_file.__file__], d / "data")
+        flags = [*SMALL, f"--data={d}/data", "--steps=40", "--save_every=2", "--eval_every=20"]
+        train_here(f"--out={d}/whole", *flags)
+        job = start_python("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1",
+                           train_file.__file__, f"--out={d}/out", *flags)
+        wait_for(lambda: Checkpointer(d / "out").steps() or job.poll() is not None)
+        worker = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()[1]
+        os.kill(int(worker), signal.SIGKILL)
+        output, _ = job.communicate(timeout=120)
+        assert job.returncode == 0 and "resumed at step" in output, output
+        for found, expected in zip(metrics_of(d / "out"), metrics_of(d / "whole")):
+            assert found.keys() == expected.keys()
+            assert all(abs(found[step] / expected[step] - 1) < 1e-4 for step in found), (found, expected)
+
 
 def shaped(shape, tied):
     """A GPT of 2 layers with 2 key/value heads; 67 ids, which no number of processes divides."""

@@ -342,13 +342,13 @@ def open_run(run):
     step = int(config.resume) if config.resume.isdecimal() else None
     step = run.checkpointer.choose(step, read=(world.rank, world.size))
     if step is not None:
-        then, now = (dict(note["config"], tokenizer=note["tokenizer"], **dataclasses.asdict(ModelConfig(**note["model"])))
-                     for note in (run.checkpointer.read_extra(step), run.note))
+        then, now = ({**note["config"], **dataclasses.asdict(ModelConfig(**note["model"])),
+                     "tokenizer": note["tokenizer"]} for note in (run.checkpointer.read_extra(step), run.note))
         changed = [name for name in now if then.get(name) != now[name] and name not in ("resume", "out")]
         for name in changed:
             if name in run.note["model"] or name in ("tokenizer", "optimizer"):
-                raise ValueError(f"{config.out} holds a run with {name} {then.get(name)}, but the flags say {now[name]}: use"
-                                 " the same flags, another --out, or --resume never")
+                raise ValueError(f"{config.out} is a run with {name} {then.get(name)}, but the flags say {now[name]}: "
+                                 "use the same flags, another --out, or --resume never")
         if changed:
             changes = "; ".join(f"--{name} {then.get(name)} is now {now[name]}" for name in changed)
             run.say(f"note      since the checkpoint, {changes}")
@@ -520,7 +520,7 @@ def loop(run):
             run.meter.start()  # evaluating and saving are no optimizer work
     guard(run, run.checkpointer.finish)
     if run.skipped > config.max_skips:
-        say("train.py: that is more than --max_skips: lower --lr, or go on from the last checkpoint with another --seed")
+        say("train.py: more than --max_skips: lower --lr, or go on from the last checkpoint with another --seed")
         return 1
     if stopping and not last:
         number = signals[0] if signals else signal.SIGTERM
