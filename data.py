@@ -1,15 +1,16 @@
 """Text in, token shards out, and batches from them.
 
-A corpus is tokenized once (`tiktoken`, several processes) into memory-mappable shards, `*.bin` in llm.c's two formats.
-Training reads windows of T + 1 tokens from them in a pseudo-random order that is computed and never stored, so a batch
-is a function of (seed, step) for any corpus. `torch.utils.data.DataLoader` runs the processes of both.
+A corpus is tokenized once (`tiktoken`, which lets threads run at once) into memory-mappable shards, `*.bin` in llm.c's
+two formats. Training reads windows of T + 1 tokens from them in a pseudo-random order that is computed and never
+stored, so a batch is a function of (seed, step) for any corpus. `torch.utils.data.DataLoader` reads them ahead.
 
     python data.py                                        # the Python standard library's own sources, as bytes
-    python data.py book.txt --out data/book --tokenizer gpt2
     python data.py hf:HuggingFaceFW/fineweb-edu/sample-10BT --out data/fineweb --tokenizer gpt2
+    python data.py chat.jsonl --prompt_key prompt --response_key response --out data/chat        # for fine-tuning
 """
 import base64
 import bisect
+import collections
 import functools
 import gzip
 import importlib
@@ -17,24 +18,29 @@ import io
 import itertools
 import json
 import math
-import multiprocessing
 import os
-import secrets
-import shutil
+import re
 import struct
 import sys
 import sysconfig
-import threading
+import tempfile
 import zlib
-from dataclasses import asdict, dataclass, field
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
 import tiktoken
 import torch
-from torch.utils.data import DataLoader
 from tqdm import tqdm
+
+
+def require(condition, message):
+    """ValueError with a message of one line (what was found, what is expected, what to do) unless a condition holds."""
+    if not condition:
+        raise ValueError(message)
+
 
 # ---- tokenizers ------------------------------------------------------------------------------------------------------
 
@@ -48,19 +54,17 @@ def load_tokenizer(name, folder=None):
         pattern, ranks = r"[\s\S]{1,256}", {bytes([byte]): byte for byte in range(256)}
     elif name == "bpe" and folder:
         # tiktoken's own reader caches by file name: trained again into the same folder, it would return the old ids
-        lines = (Path(folder) / "tokenizer.tiktoken").read_bytes().splitlines()
+        lines = Path(folder, "tokenizer.tiktoken").read_bytes().splitlines()
         pattern = read_meta(folder)["pattern"]
         ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, lines)}
-    elif name in tiktoken.list_encoding_names():
+    else:
+        known = ", ".join(["bytes", *tiktoken.list_encoding_names()])
+        require(name in known.split(", "), f"unknown --tokenizer {name}; known: {known}; --train_bpe N makes your own")
         try:
             return tiktoken.get_encoding(name)
         except OSError as error:  # which the exceptions of `requests` are, too
-            raise OSError(f"the tokenizer '{name}' needs the network once, and that failed ({type(error).__name__}): go"
-                          " online, set TIKTOKEN_CACHE_DIR to a folder that has it, or use --tokenizer bytes, which "
-                          "needs neither") from None
-    else:
-        known = ", ".join(tiktoken.list_encoding_names())
-        raise ValueError(f"unknown tokenizer {name}; known: bytes, {known}; --train_bpe N makes your own")
+            raise OSError(f"tokenizer {name} needs the network once, which failed ({type(error).__name__}): go online, "
+                          "set TIKTOKEN_CACHE_DIR to a folder that has it, or take --tokenizer bytes") from None
     return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens={"<|endoftext|>": len(ranks)})
 
 
@@ -79,12 +83,12 @@ def need(module):
     try:
         return importlib.import_module(module)
     except ModuleNotFoundError:
-        package = module.split(".")[0]
-        raise ImportError(f"this needs the package {package}, which is not installed: pip install {package}") from None
+        raise ImportError(f"a package that this needs is not installed: pip install {module.split('.')[0]}") from None
 
 
 # ---- sources -> documents --------------------------------------------------------------------------------------------
-# A document is a `str` (a row of a table) or the `Path` of a text file, which may be larger than memory.
+# A source is the `Path` of a file, or "hf:...". A document is a tuple of what follows each other in it: (text,), where
+# text is a `str` or the `Path` of a file, which may be larger than memory; or for fine-tuning (prompt, response).
 
 
 def find_files(sources):
@@ -98,19 +102,13 @@ def find_files(sources):
         return [path for path in walk(sysconfig.get_path("stdlib"), skip) if path.suffix == ".py"]
     files = []
     for source in sources:
-        if source == "-" or source.startswith("hf:"):
-            files.append(source)
-        elif os.path.isdir(source):
-            found = walk(source)
-            texts = list(filter(is_text, found))
-            files += texts
-            print(f"{source}: {len(texts)} text files; {len(found) - len(texts)} binary ones are left out")
-        elif not os.path.isfile(source):
-            raise FileNotFoundError(f"{source} is neither a file nor a folder (nor hf:NAME, nor - for standard input)")
-        elif not is_text(source):
-            raise ValueError(f"{source} has NUL bytes in its first 8 KB: not text, .jsonl, .jsonl.gz or .parquet")
+        inside = walk(source) if os.path.isdir(source) else [source]
+        texts = list(filter(is_text, inside))
+        if os.path.isdir(source):
+            print(f"{source}: {len(texts)} text files; {len(inside) - len(texts)} binary ones are left out")
         else:
-            files.append(Path(source))
+            require(texts, f"{source} has NUL bytes in its first 8 KB: not text, .jsonl, .jsonl.gz or .parquet")
+        files += texts
     return files
 
 
@@ -123,75 +121,78 @@ def walk(root, skip=()):
     return sorted(files)
 
 
-def is_text(path):
+def is_text(source):
     """Text has no NUL bytes; the first 8 KB tell, as in git. A table counts as text, compressed or not."""
-    with open(path, "rb") as file:
-        return is_table(path) or b"\0" not in file.read(8192)
+    if str(source) == "-" or str(source).startswith("hf:"):
+        return True
+    if not os.path.isfile(source):
+        raise FileNotFoundError(f"{source} is neither a file nor a folder (nor hf:NAME, nor - for standard input)")
+    with open(source, "rb") as file:
+        return is_table(source) or b"\0" not in file.read(8192)
 
 
-def is_table(file):
+def is_table(source):
     """Whether each row is a document, by the name."""
-    return str(file).startswith("hf:") or str(file).endswith((".jsonl", ".jsonl.gz", ".parquet"))
+    return str(source).startswith("hf:") or str(source).endswith((".jsonl", ".jsonl.gz", ".parquet"))
 
 
-def open_table(file):
-    """Yields the rows of a table as dicts. hf:NAME[/CONFIG][:SPLIT] is streamed; NAME is USER/DATASET."""
-    name = str(file)
+def open_table(source):
+    """The rows of a table, dicts, one after another; those of hf:... are streamed."""
+    name = str(source)
     if name.startswith("hf:"):
-        path, _, split = name[3:].partition(":")
-        parts = path.split("/")
-        if not all(parts) or len(parts) > 3:
-            raise ValueError("expected hf:NAME[/CONFIG][:SPLIT], as in hf:HuggingFaceFW/fineweb-edu/sample-10BT:train")
-        load = need("datasets").load_dataset
-        yield from load("/".join(parts[:2]), *parts[2:], split=split or "train", streaming=True)
+        found = re.fullmatch(r"hf:([^/:]+(?:/[^/:]+)?)(?:/([^/:]+))?(?::(.+))?", name)
+        require(found, "expected hf:NAME[/CONFIG][:SPLIT], as in hf:HuggingFaceFW/fineweb-edu/sample-10BT:train")
+        load, place = need("datasets").load_dataset, filter(None, found.group(1, 2))
+        yield from load(*place, split=found[3] or "train", streaming=True)
     elif name.endswith(".parquet"):
-        for batch in need("pyarrow.parquet").ParquetFile(file).iter_batches(1024):
+        for batch in need("pyarrow.parquet").ParquetFile(name).iter_batches(1024):
             yield from batch.to_pylist()
     else:
-        with (gzip.open if name.endswith(".gz") else open)(file, "rt", encoding="utf-8", errors="replace") as lines:
-            yield from (json.loads(line) for line in lines if line.strip())
+        with (gzip.open if name.endswith(".gz") else open)(name, "rt", encoding="utf-8", errors="replace") as lines:
+            yield from map(json.loads, filter(str.strip, lines))
 
 
-def read_table(file, text_key):
-    """Yields the texts of a table, row by row; ValueError names the row that has none or cannot be read."""
+def read_table(source, key):
+    """Yields the texts under `key`, row by row; ValueError names the row that has none or cannot be read."""
     number = 1
     try:
-        for row in open_table(file):
-            text = row.get(text_key) if isinstance(row, dict) else None
+        for row in open_table(source):
+            text = row.get(key) if isinstance(row, dict) else None
             if not isinstance(text, str):
-                raise ValueError(f"no text under --text_key {text_key} in {str(row)[:200]}")
+                raise ValueError(f"no text under {key} (see --text_key, --prompt_key) in {str(row)[:200]}")
             # JSON can hold half a character (\ud800), which no tokenizer takes: it becomes "?"
             yield text.encode("utf-8", "replace").decode("utf-8")
             number += 1
     except (ValueError, OSError, RuntimeError, EOFError, zlib.error) as error:  # no JSON, a cut file, no network
         # pyarrow and datasets explain themselves in many lines
-        raise ValueError(f"{file}, row {number}: {' '.join(str(error).split())}") from None
+        raise ValueError(f"{source}, row {number}: {' '.join(str(error).split())}") from None
 
 
-def read_documents(files, text_key):
-    """Yields the documents of `files` in order, without empty ones."""
+def read_documents(files, keys):
+    """Yields the documents of `files` in order, without empty ones (an empty response has nothing to learn)."""
     for file in files:
         if is_table(file):
-            yield from filter(None, read_table(file, text_key))
-        elif file.stat().st_size:
-            yield file
+            rows = zip(*[read_table(file, key) for key in keys])
+            yield from (texts for texts in rows if texts[-1])
+        elif os.path.getsize(file):
+            yield (Path(file),)
 
 
 # ---- documents -> tokens --------------------------------------------------------------------------------------------
 
 PIECE = 1 << 18  # characters; a run of a million spaces makes tiktoken's regular expressions panic or return nothing
-BATCH = 32  # pieces a tokenizer process gets at once: sending single rows would cost as much as their tokens
+BATCH = 8  # pieces a thread gets at once: handing over single short rows would cost as much as their tokens
 
 
-def pieces(document):
-    """Yields a document's text in pieces of less than 2 PIECE characters; bytes that are not UTF-8 become U+FFFD.
+def pieces(text):
+    """Yields a text (`str`, or `Path`) in pieces of less than 2 PIECE characters; what is not UTF-8 becomes U+FFFD.
 
     A piece ends between a letter or digit and white space. The patterns of all tiktoken's encodings split there in any
     context, so the pieces' tokens are the whole's. (After a newline they do not: several newlines may be one token, and
     cl100k_base has tokens like ".\\n".) Text without such a place is cut anywhere, which costs a token or two.
     """
     utf8 = {"encoding": "utf-8", "errors": "replace", "newline": ""}  # newline: "\r\n" stays as it is
-    with open(document, **utf8) if isinstance(document, Path) else io.StringIO(document, newline="") as file:
+    with open(text, **utf8) if isinstance(text, Path) else io.StringIO(text, newline="") as file:
         rest = ""
         while len(block := file.read(PIECE)) == PIECE:
             text = rest + block
@@ -204,157 +205,138 @@ def pieces(document):
 
 
 def split_corpus(documents, val_fraction):
-    """Yields (split, number, text) in order; number is the document's, from 1, where the split begins it, else 0.
+    """Yields (split, number, is prompt, text); number is the document's, from 1, where the split begins it, else 0.
 
     Validation is every k-th document, k = 1 / val_fraction. Fewer than k documents are read twice: their characters are
     counted, then cut, for a share of few documents would be far off. The one on the border has a part in each split.
+    A prompt and its response are never cut: of few, the last one validates.
     """
     every = round(1 / val_fraction) if val_fraction else 0
     documents = iter(documents)
     head = list(itertools.islice(documents, every))
     few = len(head) < every
+    if few and head and len(head[0]) > 1:
+        few, every = False, len(head)
     if few:
-        left = int(sum(len(text) for document in head for text in pieces(document)) * (1 - val_fraction))
+        left = int(sum(len(text) for document in head for text in pieces(*document)) * (1 - val_fraction))
+    begun = {}  # split -> the last document that it has a part of
     for number, document in enumerate(itertools.chain(head, documents), 1):
         if not few:
             left = 0 if every and number % every == 0 else sys.maxsize  # characters that go to the training split
-        begins = {"train": number, "val": number}
-        for text in pieces(document):
-            for split, part in (("train", text[:left]), ("val", text[left:])):
-                if part:
-                    yield split, begins[split], part
-                    begins[split] = 0
-            left = max(0, left - len(text))
+        for turn, whole in enumerate(document, 1):
+            for text in pieces(whole):
+                for split, part in (("train", text[:left]), ("val", text[left:])):
+                    if part:
+                        yield split, number if begun.get(split) != number else 0, turn < len(document), part
+                        begun[split] = number
+                left = max(0, left - len(text))
+    for split in begun:
+        if len(document) > 1:  # nothing follows the last response, and it has an end, too
+            yield split, number, False, ""
 
 
-class Encoder:
-    """What DataLoader's processes do: indexed by texts of `split_corpus`, it gives their tokens, one array a split.
+def encode(encoding, entries):
+    """Entries of `split_corpus` -> {split: uint32 (2, n)}: its ids, and 1 where they are targets, else 0.
 
-    <|endoftext|> goes before each document, as in llm.c; within one it is thirteen characters like others.
+    <|endoftext|> goes before each document, as in llm.c; within one it is thirteen characters like others. A prompt's
+    tokens are no targets. That <|endoftext|> always is one: it is what the document before has to end with.
     """
-
-    def __init__(self, encoding):
-        self.encoding = encoding
-        self.dtype = "<u2" if encoding.n_vocab <= 1 << 16 else "<u4"  # a uint16 would silently turn 65,536 into 0
-
-    def __getitems__(self, entries):
-        return [self.encode(split, [entry for entry in entries if entry[0] == split]) for split in ("train", "val")]
-
-    def encode(self, split, entries):
-        """(split, its token ids, its size in UTF-8 bytes, the last document that began)."""
-        ids = [np.array([], self.dtype)]
-        for _, number, text in entries:
-            if number:
-                ids.append([self.encoding.eot_token])
-            # bytes are their own ids: without a list of Python integers between, they go ten times as fast
-            is_bytes = self.encoding.name == "bytes"
-            ids.append(np.frombuffer(text.encode(), "u1") if is_bytes else self.encoding.encode_ordinary(text))
-        size = sum(len(text.encode()) for *_, text in entries)
-        last = max((number for _, number, _ in entries), default=0)
-        return split, np.concatenate([np.asarray(part, self.dtype) for part in ids]), size, last
-
-
-def follow_parent(_):
-    """In a tokenizer process: when its parent is killed it ends too, rather than wait for ever to hand over tokens."""
-    parent = multiprocessing.parent_process()
-    threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
+    found = {split: [np.empty((2, 0), np.uint32)] for split in ("train", "val")}
+    for split, number, prompt, text in entries:
+        if number:
+            found[split].append(np.uint32([[encoding.eot_token], [1]]))
+        ids = encoding.encode_to_numpy(text, disallowed_special=())  # uint32; other threads run meanwhile
+        found[split].append([ids, np.full(len(ids), not prompt)])
+    return {split: np.concatenate(parts, axis=1) for split, parts in found.items()}
 
 
 # ---- tokens -> shards ------------------------------------------------------------------------------------------------
 
-# llm.c's (magic, version) -> token type, and what such a file means where no meta.json says more: ids of GPT-2, Llama 3
-FORMATS = {(20240520, 1): "<u2", (20240801, 7): "<u4"}
+# llm.c's (magic, version) -> token type, and what such a file means where no meta.json says more: ids of GPT-2, Llama 3.
+# The third is ours: train_000000.mask beside train_000000.bin has a byte for each of its tokens, 1 for targets, else 0.
+FORMATS = {(20240520, 1): "<u2", (20240801, 7): "<u4", (20240520, 100): "u1"}
 LLM_C = {"<u2": {"tokenizer": "gpt2", "vocab_size": 50257, "eot": 50256},
          "<u4": {"tokenizer": None, "vocab_size": 128256, "eot": 128001}}
 HEADERLESS = 'nanoGPT\'s files need a meta.json like {"header": false, "tokenizer": "gpt2", "vocab_size": 50257}'
 HEADER = 256 * 4  # bytes: 256 int32, of which magic, version and number of tokens are used
+# What meta.json has to hold, if it does at all, by example; null is as good as nothing.
+META = {"header": True, "tokenizer": "", "vocab_size": 1, "train_tokens": 1, "val_tokens": 1, "val_bytes": 1}
 
 
-def prepare(sources, out, tokenizer="bytes", val_fraction=0.1, shard_tokens=100_000_000, workers=None, text_key="text",
-            train_bpe=0):
+def prepare(sources, out, **options):
     """Tokenizes `sources` (none: the standard library) into shards and meta.json in the new folder `out`; returns meta.
 
-    `workers`: tokenizer processes, None for one per core. What can be known is checked before the corpus is read.
-    ValueError or OSError leave nothing written; FileExistsError if `out` exists or another process finished it first.
+    `options` are fields of DataConfig. What can be known is checked before the corpus is read. ValueError or OSError
+    leave nothing written; FileExistsError if `out` exists, OSError if another process finished it first.
     """
-    if val_fraction != 0 and not 0.0001 <= val_fraction <= 0.5:
-        raise ValueError(f"--val_fraction is {val_fraction}, expected 0.0001 to 0.5, or 0 for no validation split")
-    if not 1 <= shard_tokens < 1 << 31:
-        raise ValueError(f"--shard_tokens is {shard_tokens}, expected 1 to {(1 << 31) - 1}, what a header can hold")
-    if train_bpe and (tokenizer != "bytes" or train_bpe < 257):
-        raise ValueError(f"--train_bpe {train_bpe} makes the tokenizer, of 257 ids or more: no --tokenizer {tokenizer}")
+    config = DataConfig(sources, str(out), **options)
+    keys = [config.prompt_key, config.response_key] if config.prompt_key else [config.text_key]
     out = Path(out).resolve()  # a link may lead to another disk, and `stage` has to be on the same one
-    refuse_existing(out)
-    load_tokenizer(tokenizer)  # for its error alone: the file it may need is cached from here on
+    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+        raise FileExistsError(f"{out} exists and is left as it is: remove it, or choose another --out")
     files = find_files(sources)
-    for file in filter(is_table, files):
-        next(read_table(file, text_key), None)  # a missing package, key or network shows with the first row
+    require(not config.prompt_key or all(map(is_table, files)),
+            "--prompt_key needs sources of rows: .jsonl, .jsonl.gz, .parquet or hf:NAME, and no other files")
+    for file, key in itertools.product(filter(is_table, files), keys):
+        next(read_table(file, key), None)  # a missing package, key or network shows with the first row
     for other in out.parent.glob(f".{out.name}.*"):
         print(f"{other} is of a preparation that still runs, or was killed: then remove it")
+    out.parent.mkdir(parents=True, exist_ok=True)
     # written beside `out` and renamed in one step when complete; a name of its own, so that two processes cannot mix
-    stage = out.with_name(f".{out.name}.{secrets.token_hex(4)}")
-    stage.mkdir(parents=True)
-    try:
-        if "-" in files:  # it is read twice, so it becomes a file
-            with open(stage / "stdin", "wb") as spool:
-                shutil.copyfileobj(sys.stdin.buffer, spool)
-            files = [stage / "stdin" if file == "-" else file for file in files]
+    with tempfile.TemporaryDirectory(prefix=f".{out.name}.", dir=out.parent) as stage:
+        if "-" in files:
+            Path(stage, "stdin").write_bytes(sys.stdin.buffer.read())  # a file, for it is read twice
+            files = [Path(stage, "stdin") if file == "-" else file for file in files]
 
         def corpus():
-            return split_corpus(read_documents(files, text_key), val_fraction)
+            return split_corpus(read_documents(files, keys), config.val_fraction)
 
-        if train_bpe:
-            store_bpe((text for split, _, text in corpus() if split == "train"), train_bpe, stage)
-        meta = tokenize(corpus(), stage, "bpe" if train_bpe else tokenizer, shard_tokens, workers)
-        (stage / "stdin").unlink(missing_ok=True)
-        refuse_existing(out)
-        stage.rename(out)
-    finally:
-        shutil.rmtree(stage, ignore_errors=True)
+        whole = Path(stage, "whole")
+        whole.mkdir()
+        if config.train_bpe:
+            store_bpe((text for split, *_, text in corpus() if split == "train"), config.train_bpe, whole)
+        meta = tokenize(corpus(), whole, config)
+        whole.rename(out)
     return meta
 
 
-def refuse_existing(out):
-    """FileExistsError unless `out` is free, or an empty folder."""
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise FileExistsError(f"{out} exists and is left as it is: remove it, or choose another --out")
-
-
-def tokenize(corpus, folder, tokenizer, shard_tokens, workers):
+def tokenize(corpus, folder, config):
     """Writes shards of both splits and meta.json into `folder`, with a progress bar on a terminal; returns meta."""
-    encoder = Encoder(load_tokenizer(tokenizer, folder))
-    meta = {**read_meta(folder), "tokenizer": tokenizer, "vocab_size": encoder.encoding.n_vocab,
-            "eot": encoder.encoding.eot_token, "dtype": np.dtype(encoder.dtype).name,
-            "train_tokens": 0, "val_tokens": 0, "train_bytes": 0, "val_bytes": 0, "documents": 0}
-    if workers is None:  # bytes go through one process faster than through a pipe to others
-        workers = 0 if tokenizer == "bytes" else getattr(os, "process_cpu_count", os.cpu_count)()
-    # the texts are the "indices": DataLoader draws few ahead of its processes, so memory stays flat, and keeps order
-    loader = DataLoader(encoder, batch_size=BATCH, sampler=corpus, num_workers=workers, collate_fn=list,
-                        worker_init_fn=follow_parent)
-    try:
-        with tqdm(unit=" tokens", unit_scale=True, disable=None) as bar:
-            for split, ids, size, number in itertools.chain.from_iterable(loader):
-                append(folder / split, ids, meta[f"{split}_tokens"], shard_tokens)
-                meta[f"{split}_tokens"] += len(ids)
-                meta[f"{split}_bytes"] += size
+    encoding = load_tokenizer("bpe" if config.train_bpe else config.tokenizer, folder)
+    dtype = np.dtype("<u2" if encoding.n_vocab <= 1 << 16 else "<u4")  # a uint16 would silently turn 65,536 into 0
+    meta = {**read_meta(folder), "tokenizer": encoding.name, "vocab_size": encoding.n_vocab, "eot": encoding.eot_token,
+            "dtype": dtype.name, "train_tokens": 0, "val_tokens": 0, "train_bytes": 0, "val_bytes": 0, "documents": 0}
+    threads = config.workers or os.cpu_count()
+    with ThreadPoolExecutor(threads) as pool, tqdm(unit=" tokens", unit_scale=True, disable=None) as bar:
+        batches = iter(lambda: list(itertools.islice(corpus, BATCH)), [])
+        tasks = ((entries, pool.submit(encode, encoding, entries)) for entries in batches)
+        ahead = collections.deque(itertools.islice(tasks, 2 * threads))  # no more of them, so memory stays flat
+        while ahead:
+            entries, task = ahead.popleft()
+            for split, number, _, text in entries:
+                meta[f"{split}_bytes"] += len(text.encode())
                 meta["documents"] = max(meta["documents"], number)
-                bar.set_postfix(documents=meta["documents"], refresh=False)
+            for split, (ids, targets) in task.result().items():
+                append(folder / split, ids.astype(dtype), meta[f"{split}_tokens"], config.shard_tokens)
+                if config.prompt_key:
+                    append(folder / split, targets.astype("u1"), meta[f"{split}_tokens"], config.shard_tokens, "mask")
+                meta[f"{split}_tokens"] += len(ids)
                 bar.update(len(ids))
-    except RuntimeError:  # how DataLoader says that one of its processes is gone
-        raise OSError(f"one of {workers} tokenizer processes died (out of memory?): try fewer --workers") from None
-    if not meta["train_tokens"]:
-        raise ValueError("the sources hold no text to train on")
+            ahead.extend(itertools.islice(tasks, 1))
+    require(meta["train_tokens"], "the sources hold no text to train on")
+    if config.prompt_key:  # a loss of responses alone has no bits per byte of all the text
+        meta |= {"prompt_key": config.prompt_key, "response_key": config.response_key, "val_bytes": None}
     (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
     return meta
 
 
-def append(name, ids, total, limit):
+def append(name, ids, total, limit, suffix="bin"):
     """Adds ids to the shards name_000000.bin, ..., which hold `total` tokens so far and at most `limit` each."""
     magic, version = next(key for key, dtype in FORMATS.items() if dtype == ids.dtype)
     while len(ids):
         shard, filled = divmod(total, limit)
         part, ids = np.split(ids, [limit - filled])
-        with open(f"{name}_{shard:06d}.bin", "r+b" if filled else "wb") as file:
+        with open(f"{name}_{shard:06d}.{suffix}", "r+b" if filled else "wb") as file:
             file.write(struct.pack("<3i", magic, version, filled + len(part)))
             file.seek(HEADER + filled * part.itemsize)  # what a new file skips here reads as zeros
             file.write(part.tobytes())
@@ -362,12 +344,16 @@ def append(name, ids, total, limit):
 
 
 def read_meta(folder):
-    """meta.json of a data set as a dict, empty if there is none."""
-    path = Path(folder) / "meta.json"
+    """meta.json of a data set as a dict, empty if there is none; ValueError for what it cannot hold."""
+    path = Path(folder, "meta.json")
     try:
-        return json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-    except ValueError as error:
-        raise ValueError(f"{path} is not JSON: {error}") from None
+        meta = dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
+        for key, example in META.items():
+            value, kind = meta.get(key), type(example)
+            require(value is None or type(value) is kind, f"{key} is {value!r}, expected {kind.__name__}")
+        return meta
+    except (ValueError, TypeError) as error:
+        raise ValueError(f"{path} is not the JSON that describes data: {error}") from None
 
 
 # ---- shards -> windows in a computed order ---------------------------------------------------------------------------
@@ -405,118 +391,103 @@ class TokenDataset:
     """One split of a prepared folder (or of llm.c's or nanoGPT's) as an endless, shuffled stream of windows.
 
     ds[i] -> (x, y), int64 (T,), y[j] == x[j + 1], for any i >= 0: every `windows` indices are an epoch, which visits
-    each window once. ds.fixed(i) is window i in file order, for evaluation. `tokens` is the split's size, `meta` what
-    is known of it (tokenizer: None if tiktoken cannot decode the ids). `"header": false` in meta.json reads nanoGPT's
-    plain uint16 files. Opening reads headers alone. FileNotFoundError without shards, ValueError for damaged or too
-    short ones.
+    each window once. ds.fixed(i) is window i in file order, for evaluation. In both y is -100 where a mask beside the
+    shards says that a token is no target. `tokens` is the split's size, `meta` what is known of it (tokenizer: None if
+    tiktoken cannot decode the ids). `"header": false` in meta.json reads nanoGPT's plain uint16 files. Opening reads
+    the headers and a window of each shard. FileNotFoundError without shards, ValueError for damaged or too short ones.
     """
 
     def __init__(self, folder, split, seq_len, seed=0):
-        self.arguments = folder, split, seq_len, seed
-        self.seq_len, self.seed = seq_len, seed
-        meta = read_meta(folder)
-        header = meta.get("header", True)
-        self.shards = [open_shard(path, header) for path in sorted(Path(folder).glob(f"*{split}*.bin"))]
-        if not self.shards:
+        self.seq_len, self.seed, meta = seq_len, seed, read_meta(folder)
+        header = meta.get("header") is not False
+        # the last word of these decides: interval_train.bin is no validation
+        name = re.compile(rf"(.*[^a-z])?{split}[^a-z](?!(.*[^a-z])?(train|val)[^a-z]).*")
+        paths = sorted(path for path in Path(folder).glob("*.bin") if name.fullmatch(path.name))
+        if not paths:
             raise FileNotFoundError(f"{folder} has no *{split}*.bin: python data.py SOURCE --out {folder} prepares it, "
                                     "and with --val_fraction above 0 both splits")
-        known = LLM_C[self.shards[0][1]] if header else {"tokenizer": None, "vocab_size": None, "eot": None}
-        self.meta = {**known, **meta}
-        if not self.meta["vocab_size"]:  # it would be in nanoGPT's meta.pkl, but reading a pickle can run code
-            raise ValueError(f"{folder} does not tell its vocabulary; {HEADERLESS}")
-        counts = [tokens for *_, tokens in self.shards]
-        self.tokens = sum(counts)
-        if self.tokens != meta.get(f"{split}_tokens", self.tokens):
-            raise ValueError(f"{folder} has {self.tokens:,} {split} tokens, meta.json says {meta[f'{split}_tokens']:,}")
+        self.shards = [open_shard(path, header) for path in paths]
+        self.meta = (LLM_C[self.shards[0][1]] if header else dict.fromkeys(("tokenizer", "vocab_size", "eot"))) | meta
+        vocab, counts = self.meta["vocab_size"], [tokens for *_, tokens in self.shards]
+        # nanoGPT has it in meta.pkl, but reading a pickle can run code
+        require((vocab or 0) > 0, f"{folder} does not tell its vocabulary: vocab_size is {vocab}; {HEADERLESS}")
+        self.tokens, said = sum(counts), meta.get(f"{split}_tokens")
+        require(said in (None, self.tokens), f"{folder} has {self.tokens} {split} tokens, meta.json says {said}")
+        masked = meta.get("response_key") or any(Path(folder).glob("*.mask"))
+        self.masks = [open_shard(path.with_suffix(".mask")) for path in paths if masked]
+        require(not masked or counts == [tokens for *_, tokens in self.masks],
+                f"{folder} has {split} shards and masks of unequal length: damaged")
         # windows up to the end of each shard; none reaches into the next one, whose text is another
         self.ends = list(itertools.accumulate(max(0, tokens - 1) // seq_len for tokens in counts))
         self.windows = self.ends[-1]
-        if not self.windows:
-            raise ValueError(f"the longest {split} shard of {folder} has {max(counts):,} tokens, --seq_len {seq_len} "
-                             f"needs {seq_len + 1:,}: give more text or a shorter --seq_len")
-        # a map holds its file open, and systems allow 1,024 of them by default: 10^12 tokens are 10,000 shards
-        self.map = functools.lru_cache(256)(map_shard)
-
-    def __reduce__(self):  # a spawned process opens the files itself, rather than being sent their contents
-        return TokenDataset, self.arguments
+        require(self.windows, f"the longest {split} shard of {folder} has {max(counts):,} tokens, --seq_len {seq_len} "
+                              f"needs {seq_len + 1:,}: give more text or a shorter --seq_len")
+        map_shard.cache_clear()  # a file that was written again would still have its old content there
+        self.fixed(0)  # ids of another vocabulary show here, before the first step
 
     def __getitem__(self, i):
-        x, y = self.__getitems__([i])
-        return x[0], y[0]
+        epoch, i = divmod(i, self.windows)
+        key = mix(self.seed, epoch)
+        return self.fixed(permute(i, self.windows, key), key if epoch else 0)
 
-    def __getitems__(self, indices):
-        """What DataLoader calls for a whole micro-batch: x and y, int64 (B, T)."""
-        places = []
-        for i in indices:
-            epoch, i = divmod(i, self.windows)
-            key = mix(self.seed, epoch)
-            places.append(self._place(permute(i, self.windows, key), key if epoch else 0))
-        return self._read(places)
+    def fixed(self, i, key=0):
+        """(x, y), int64 (T,), of window i in file order, 0 <= i < windows.
 
-    def fixed(self, i):
-        """(x, y), int64 (T,), of window i in file order, 0 <= i < windows."""
-        x, y = self._read([self._place(range(self.windows)[i])])
-        return x[0], y[0]
-
-    def _place(self, window, key=0):
-        """(shard, first token). A key moves all windows of a shard by up to T - 1 tokens, so that each epoch cuts the
-        text elsewhere; their number stays, for the last one is held within the shard."""
-        shard = bisect.bisect(self.ends, window)
-        window -= self.ends[shard - 1] if shard else 0
+        A key moves all windows of a shard by up to T - 1 tokens, so that each epoch cuts the text elsewhere; their
+        number stays, for the last one is held within the shard.
+        """
+        shard = bisect.bisect(self.ends, range(self.windows)[i])
+        place = i - (self.ends[shard - 1] if shard else 0)
         phase = mix(key, shard) % self.seq_len if key else 0
-        return shard, min(window * self.seq_len + phase, self.shards[shard][3] - 1 - self.seq_len)
+        start = min(place * self.seq_len + phase, self.shards[shard][3] - 1 - self.seq_len)
+        window = slice(start, start + self.seq_len + 1)
+        ids = map_shard(*self.shards[shard])[window].astype(np.int64)
+        if ids.max() >= self.meta["vocab_size"]:  # found here, it has a file's name; on a GPU it would be an assertion
+            raise DataError(f"{self.shards[shard][0]} has the id {ids.max():,}, beyond its vocabulary of "
+                            f"{self.meta['vocab_size']:,}")
+        y = ids[1:].copy()
+        if self.masks:
+            y[map_shard(*self.masks[shard])[window][1:] == 0] = -100
+        return torch.from_numpy(ids[:-1]), torch.from_numpy(y)  # (T,) each
 
-    def _read(self, places):
-        maps = [self.map(*self.shards[shard]) for shard, _ in places]
-        rows = np.stack([tokens[start:start + self.seq_len + 1] for tokens, (_, start) in zip(maps, places)])
-        if rows.max() >= self.meta["vocab_size"]:  # found here, it has a file's name; on a GPU it would be an assertion
-            path = self.shards[places[rows.max(axis=1).argmax()][0]][0]
-            raise ValueError(f"{path} has the id {rows.max():,}, beyond its vocabulary of {self.meta['vocab_size']:,}")
-        x, y = rows[:, :-1].astype(np.int64), rows[:, 1:].astype(np.int64)
-        return torch.from_numpy(x), torch.from_numpy(y)  # (B, T) each
+
+class DataError(ValueError):
+    """What only reading a window can tell, perhaps after many steps."""
 
 
-def open_shard(path, header):
+def open_shard(path, header=True):
     """(path, token type, offset in bytes, tokens) of a shard; ValueError if the file is not what its header says."""
-    size = path.stat().st_size
-    if not header:
-        return path, "<u2", 0, size // 2
-    with open(path, "rb") as file:
-        magic, version, tokens = struct.unpack("<3i", file.read(12).ljust(12, b"\0"))
-    if (magic, version) not in FORMATS:
-        raise ValueError(f"{path}: no llm.c header: magic {magic}, version {version}, known {[*FORMATS]}; {HEADERLESS}")
-    dtype = FORMATS[magic, version]
-    expected = HEADER + tokens * np.dtype(dtype).itemsize
-    if size != expected:
-        raise ValueError(f"{path} has {size:,} bytes, but {expected:,} by its header ({tokens:,} tokens): damaged")
-    return path, dtype, HEADER, tokens
+    size, dtype, offset = path.stat().st_size, "<u2", 0
+    tokens = size // 2
+    if header:
+        magic, version, tokens = [*np.fromfile(path, "<i4", 3), 0, 0, 0][:3]
+        known = f"magic {magic}, version {version}, known {[*FORMATS]}"
+        require((magic, version) in FORMATS, f"{path}: no llm.c header: {known}; {HEADERLESS}")
+        dtype, offset = FORMATS[magic, version], HEADER
+    expected = offset + int(tokens) * np.dtype(dtype).itemsize
+    require(size == expected, f"{path} has {size:,} bytes, but {expected:,} by its {tokens:,} tokens: damaged")
+    return path, dtype, offset, int(tokens)
 
 
+@functools.lru_cache(256)  # a map holds its file open, and systems allow 1,024: 10^12 tokens are 10,000 shards
 def map_shard(path, dtype, offset, tokens):
     """A shard's tokens, on disk until they are read; as a plain array, whose slices cost a third of an np.memmap's."""
     return np.memmap(path, dtype, "r", offset, (tokens,)).view(np.ndarray)
 
 
-def micro_batches(step, batch_size, micro_batch, rank, world):
-    """Yields ranges of stream indices. Step s is windows [s * batch_size, (s + 1) * batch_size) of the stream whatever
-    the layout; ranks and micro-steps only divide it."""
-    share = batch_size // world  # consecutive, so that the ranks' shares one after another are the global batch
-    for first in itertools.count(step * batch_size + rank * share, batch_size):
-        for i in range(first, first + share, micro_batch):
-            yield range(i, i + micro_batch)
-
-
 def batches(dataset, step, batch_size, micro_batch, rank=0, world=1, device="cpu", workers=None):
     """Endless iterator of (x, y), int64 (micro_batch, T) on `device`, from the first micro-batch of `step` on.
 
-    `batch_size` is global, in windows a step. `workers`: processes that read ahead, None for two beside a GPU and none
-    on a CPU, where this process reads faster than they deliver.
+    Step s is windows [s * batch_size, (s + 1) * batch_size) of the stream whatever the layout; ranks and micro-steps
+    only divide it. `batch_size` is global, in windows a step. `workers`: processes that read ahead, None for two beside
+    a GPU and none on a CPU, where this process reads faster than they deliver.
     """
     cuda = torch.device(device).type == "cuda"
-    loader = DataLoader(
-        dataset, batch_sampler=micro_batches(step, batch_size, micro_batch, rank, world),
-        collate_fn=tuple,  # (x, y) as it is
-        num_workers=2 * cuda if workers is None else workers, pin_memory=cuda,
+    share = batch_size // world  # consecutive, so that the ranks' shares one after another are the global batch
+    shares = itertools.count(step * batch_size + rank * share, batch_size)
+    loader = torch.utils.data.DataLoader(
+        dataset, num_workers=2 * cuda if workers is None else workers, pin_memory=cuda,
+        batch_sampler=(range(i, i + micro_batch) for first in shares for i in range(first, first + share, micro_batch)),
         generator=torch.Generator())  # else it would draw from the global random numbers
     for x, y in loader:
         yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
@@ -534,18 +505,33 @@ class DataConfig:
     tokenizer: Annotated[str, "bytes, or an encoding that tiktoken knows (gpt2, cl100k_base, o200k_base)"] = "bytes"
     val_fraction: Annotated[float, "share of the validation split: every k-th document, or the end of few"] = 0.1
     shard_tokens: Annotated[int, "most tokens in one file"] = 100_000_000
-    workers: Annotated[int | None, "tokenizer processes (default: one per core; none for bytes)"] = None
+    workers: Annotated[int, "tokenizer threads; 0: one per core"] = 0
     text_key: Annotated[str, "the field of .jsonl, .parquet and hf: rows that is the text"] = "text"
+    prompt_key: Annotated[str, "for fine-tuning: the field that is read but not learned"] = ""
+    response_key: Annotated[str, "for fine-tuning: the field that is learned, as what follows the prompt"] = ""
     train_bpe: Annotated[int, "train a tokenizer of so many ids on the training split and use it"] = 0
+
+    def __post_init__(self):
+        """Refuse what cannot work, ValueError; OSError if the tokenizer has to be downloaded and cannot be."""
+        for name, low, high in (("val_fraction", 0.0001, 0.5), ("workers", 1, 1024), ("train_bpe", 257, 1 << 24)):
+            value = getattr(self, name)
+            require(value == 0 or low <= value <= high, f"--{name} is {value}, expected {low} to {high}, or 0")
+        require(1 <= self.shard_tokens < 1 << 31, f"--shard_tokens is {self.shard_tokens}, expected 1 to {(1 << 31) - 1}")
+        require(not self.train_bpe or self.tokenizer == "bytes",
+                f"--train_bpe makes the tokenizer: drop it, or --tokenizer {self.tokenizer}")
+        require(self.out, "--out is empty, expected a new folder")
+        require(bool(self.prompt_key) == bool(self.response_key), "--prompt_key and --response_key go together")
+        require(not self.prompt_key or self.text_key == "text", "--text_key has no effect with --prompt_key: drop one")
+        load_tokenizer(self.tokenizer)  # for its error alone: the file it may need is cached from here on
 
 
 def main():
     """`python data.py`: prepares a data set and says what to type next."""
     from train import parse_args  # here alone: everything above can be lifted into another project as it is
 
-    config = parse_args(DataConfig, "data.py")
     try:
-        meta = prepare(**asdict(config))
+        config = parse_args(DataConfig, "data.py")
+        meta = prepare(**vars(config))
     except (ValueError, OSError, ImportError) as error:
         sys.exit(f"data.py: {error}")
     except KeyboardInterrupt:

@@ -690,10 +690,9 @@ def test_bytes_tokenizer_is_a_tiktoken_encoding_whose_ids_are_the_bytes():
     text = "héllo\n\n  <|endoftext|> \U0001f600 \x00 end"
     assert encoding.n_vocab == 257 and encoding.eot_token == 256
     assert encoding.encode_ordinary(text) == list(text.encode()) and encoding.decode(list(text.encode())) == text
-    encoder = data.Encoder(encoding)
-    split, ids, size, last = encoder.__getitems__([("train", 1, text), ("val", 2, "y"), ("train", 0, "x")])[0]
-    assert ids.tolist() == [256, *encoding.encode_ordinary(text), ord("x")] and ids.dtype == "<u2"
-    assert (split, size, last) == ("train", len(ids) - 1, 1)
+    found = data.encode(encoding, [("train", 1, False, text), ("val", 2, True, "y"), ("train", 0, False, "x")])
+    assert found["train"].tolist() == [[256, *text.encode(), ord("x")], [1] * (len(text.encode()) + 2)]
+    assert found["val"].tolist() == [[256, ord("y")], [1, 0]]  # a prompt's token is no target
 
 
 def test_trained_bpe_has_the_same_ids_in_tiktoken_as_in_rustbpe():
@@ -833,27 +832,15 @@ def test_parquet_rows_are_documents():
         fails(ValueError, "bad.parquet row 1 magic", list, data.read_table(where / "bad.parquet", "text"))
 
 
-def test_processes_give_the_shards_of_one_process_cut_at_the_limit():
+def test_threads_give_the_shards_of_one_thread_cut_at_the_limit():
     with folder() as where, mock.patch.object(data, "PIECE", 1 << 10):
         (where / "a.txt").write_text("some words to count\n" * 5000)
         one, two = [data.prepare([str(where / "a.txt")], where / str(workers), shard_tokens=30_001, workers=workers)
-                    for workers in (0, 2)]
+                    for workers in (1, 2)]
         assert one == two and one["train_tokens"] == 90_001 and one["documents"] == 1  # which is in both splits
         for split in ("train", "val"):
-            assert np.array_equal(read_tokens(where / "0", split), read_tokens(where / "2", split))
+            assert np.array_equal(read_tokens(where / "1", split), read_tokens(where / "2", split))
         assert [s[3] for s in data.TokenDataset(where / "2", "train", 8).shards] == [30_001] * 2 + [29_999]
-
-
-def test_a_dead_tokenizer_process_is_one_line():
-    def die(*_):
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    with folder() as where, mock.patch.object(data.Encoder, "encode", die):
-        (where / "a.txt").write_text("some text to prepare")
-        if torch.multiprocessing.get_start_method() != "fork":
-            raise Skip("a replaced function reaches a forked process only")
-        fails(OSError, "1 tokenizer died --workers", data.prepare, [str(where / "a.txt")], where / "out", workers=1)
-        assert [path.name for path in where.iterdir()] == ["a.txt"]
 
 
 def test_ids_from_65536_need_four_bytes():
@@ -866,7 +853,7 @@ def test_ids_from_65536_need_four_bytes():
         assert dataset.meta == {"tokenizer": None, "vocab_size": 128_256, "eot": 128_001}
         assert dataset.tokens == 4 and dataset.windows == 1 and dataset[5][1].tolist() == [65_535, 65_536]
         (where / "meta.json").write_text('{"vocab_size": 1000}')
-        fails(ValueError, "train_000000.bin 65,536 1,000", data.TokenDataset(where, "train", 2).fixed, 0)
+        fails(ValueError, "train_000000.bin 65,536 1,000", data.TokenDataset, where, "train", 2)
 
 
 def test_wrong_preparation_is_one_line_and_leaves_nothing():
@@ -895,6 +882,13 @@ def test_wrong_preparation_is_one_line_and_leaves_nothing():
                     (ValueError, "--shard_tokens 2147483648", "a.txt", {"shard_tokens": 1 << 31}),
                     (ValueError, "--train_bpe 12 257", "a.txt", {"train_bpe": 12}),
                     (ValueError, "--train_bpe --tokenizer gpt2", "a.txt", {"train_bpe": 300, "tokenizer": "gpt2"}),
+                    (ValueError, "--prompt_key --response_key", "rows.jsonl", {"prompt_key": "text"}),
+                    (ValueError, "--prompt_key --response_key", "rows.jsonl", {"response_key": "text"}),
+                    (ValueError, "--prompt_key --text_key", "rows.jsonl",
+                     {"prompt_key": "text", "response_key": "txt", "text_key": "txt"}),
+                    (ValueError, "--prompt_key rows .jsonl", "a.txt", {"prompt_key": "a", "response_key": "b"}),
+                    (ValueError, "rows.jsonl row 1 txt --prompt_key 'text'", "rows.jsonl",
+                     {"prompt_key": "text", "response_key": "txt"}),
                     (ValueError, "unknown bpe", "a.txt", {"tokenizer": "bpe"})]:
                 fails(kind, words, data.prepare, [str(where / source)], where / "out", **options)
                 assert sorted(where.rglob("*")) == before, options
@@ -1022,6 +1016,68 @@ def test_slow_dataset_survives_fork_and_spawn():
             loader = torch.utils.data.DataLoader(dataset, batch_sampler=[[3, 4]], num_workers=1, collate_fn=tuple,
                                                  multiprocessing_context=method)
             assert torch.equal(next(iter(loader))[0][0], expected), method
+
+
+def chat(where, rows, **options):
+    """Prompts and responses, prepared as bytes; the folder of their tokens and masks."""
+    (where / "chat.jsonl").write_text("".join(json.dumps({"p": p, "r": r}) + "\n" for p, r in rows))
+    data.prepare([str(where / "chat.jsonl")], where / "chat", prompt_key="p", response_key="r", **options)
+    return where / "chat"
+
+
+def test_prompts_are_read_and_responses_and_their_ends_are_learned():
+    """Each target is a byte of a response or the <|endoftext|> after it, in the windows of any epoch and shard."""
+    rows = [("ask", "tell"), ("", "no prompt"), ("nothing to learn", ""), ("same", "same"), ("é <|endoftext|>", "ü")] * 8
+    with folder() as where, mock.patch.object(data, "PIECE", 3):  # texts in several pieces
+        out = chat(where, rows, shard_tokens=50)
+        kept = [(p.encode(), r.encode()) for p, r in rows if r]
+        for split, mine in ("train", [row for i, row in enumerate(kept, 1) if i % 10]), ("val", kept[9::10]):
+            tokens = np.array([t for p, r in mine for t in (256, *p, *r)] + [256])
+            # <|endoftext|> belongs to the response before it, also the last one, which no document follows
+            learned = np.array([t for p, r in mine for t in (256, *[-100] * len(p), *r)] + [256])
+            assert read_tokens(out, split).tolist() == tokens.tolist()
+            dataset = data.TokenDataset(out, split, 7, seed=1)
+            starts = [i for n in range(0, len(tokens), 50) for i in range(n, min(n + 50, len(tokens)) - 7, 7)]
+            assert len(starts) == dataset.windows
+            for i, start in enumerate(starts):
+                x, y = dataset.fixed(i)
+                assert np.array_equal(x, tokens[start:start + 7]) and np.array_equal(y, learned[start + 1:start + 8])
+            places = {(*tokens[i:i + 7], *learned[i + 1:i + 8]) for i in range(len(tokens) - 7)}
+            assert all((*x.tolist(), *y.tolist()) in places for x, y in map(dataset.__getitem__, range(200)))
+        meta = json.loads((out / "meta.json").read_text())
+        assert (meta["prompt_key"], meta["response_key"], meta["val_bytes"]) == ("p", "r", None)
+        masks = sorted(out.glob("train_*.mask"))
+        masks[0].rename(where / "away")
+        fails(FileNotFoundError, masks[0].name, data.TokenDataset, out, "train", 7)
+        shutil.copy(masks[-1], masks[0])
+        fails(ValueError, "masks damaged", data.TokenDataset, out, "train", 7)
+
+
+def test_few_prompts_are_not_cut():
+    """The last one validates; all in one split is an error as with any text."""
+    with folder() as where:
+        out = chat(where, [("a", "b"), ("c", "d"), ("long " * 99, "e")])
+        assert documents_of(read_tokens(out, "train")) == ["ab", "cd", ""]
+        assert documents_of(read_tokens(out, "val")) == ["long " * 99 + "e", ""]
+        shutil.rmtree(out)
+        fails(ValueError, "no text", chat, where, [("a", "b")])
+        assert documents_of(read_tokens(chat(where, [("a", "b")], val_fraction=0), "train")) == ["ab", ""]
+        assert not list(out.glob("val*"))
+
+
+def test_fine_tuning_has_a_loss_of_responses_alone_and_no_bits_per_byte():
+    """A validation loss far below what prompts of random bytes allow; a batch without any target is no NaN."""
+    with folder() as d:
+        letters = np.random.default_rng(0).integers(33, 126, (60, 80), dtype=np.uint8)
+        out = chat(d, [(row.tobytes().decode(), " answer" * 5) for row in letters])
+        output = train_here(f"--data={out}", f"--out={d}/out", "--steps=30", "--eval_every=0")[1]
+        losses, evaluations = metrics_of(d / "out")
+        assert evaluations[30] < 3 and all(map(math.isfinite, losses.values())), output
+        assert "nan bits per byte" in output and '"val_bpb": null' in (d / "out/metrics.jsonl").read_text(), output
+        (out / "train_000000.mask").write_bytes((out / "train_000000.mask").read_bytes()[:1024] + bytes(
+            (out / "train_000000.mask").stat().st_size - 1024))
+        output = train_here(f"--data={out}", f"--out={d}/none", "--steps=1", "--eval_every=0")[1]
+        assert metrics_of(d / "none")[0] == {1: 0.0}, output
 
 
 def test_llm_c_and_nanogpt_files_load_as_they_are():

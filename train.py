@@ -359,7 +359,7 @@ def optimizer_step(run, batches, step):
     """One optimizer step on one global batch -> (loss, gradient norm), fp32 scalars."""
     torch.manual_seed(data.mix(run.config.seed, step, run.world.data_rank))  # dropout
     micro = [run.meter.wait(batches) for _ in range(run.accumulation)]
-    targets = run.world.sum(sum((y != -100).sum() for _, y in micro))  # of the whole global batch
+    targets = run.world.sum(sum((y != -100).sum() for _, y in micro)).clamp(min=1)  # of the whole global batch
     total = torch.zeros((), device=run.world.device)
     for i, (x, y) in enumerate(micro):
         distributed.accumulate(run.model, last=i == run.accumulation - 1)
@@ -535,6 +535,8 @@ def loop(run):
 def main():
     try:
         sys.exit(train(parse_args(TrainConfig, "train.py")))
+    except data.DataError as error:  # from a reading process it comes with a traceback as its text
+        sys.exit(f"train.py: {str(error).rpartition('DataError: ')[2].strip()}")
     except KeyboardInterrupt:  # before the loop, which has its own way to stop
         sys.exit("train.py: interrupted before the first step")
 
