@@ -551,7 +551,8 @@ def test_wrong_input_to_training_is_one_line():
         flags = [f"--data={d}/data", f"--out={d}/out", "--steps=3"]
         for wrong, expected, words in [
                 (["--micro_batch=3"], 2, "--micro_batch 3 --batch_size 8 take"), (["--fsdp"], 2, "--fsdp torchrun"),
-                (["--tp=2"], 2, "--tp 2 torchrun"), (["--timeout=9"], 2, "--timeout 9 no effect"), (["--replicas=2"], 2, "--replicas 2"),
+                (["--tp=2"], 2, "--tp 2 torchrun"), (["--timeout=9"], 2, "--timeout 9 no effect"),
+                (["--replicas=2"], 2, "--replicas 2"),
                 (["--data=nowhere"], 1, "nowhere data.py"), (["--seq_len=100000"], 1, "--seq_len 100000"),
                 ([f"--out={d}/file"], 1, "file"), (["--resume=7"], 1, "7")]:
             code, output = exit_of(lambda: train_here(*flags, *wrong, catch=False))
@@ -1917,26 +1918,32 @@ def test_slow_planner_peaks():
 
 
 def test_slow_thirty_runs_end_with_code_0():
-    """Two processes each, forked with torch already imported; they leave through the interpreter's own exit."""
+    """Two processes each, forked where torch is imported already; they leave through the interpreter's own exit."""
     code = """
-        import os, sys, torch
+        import gc, os, socket, sys, torch
+        import torch._dynamo, torch.distributed.fsdp, torch.distributed.tensor.parallel
         import test_all as tests
+
         def fork(rank, port):
             if pid := os.fork():
                 return pid
             os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE="2", LOCAL_WORLD_SIZE="2",
-                              MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_USE_AGENT_STORE="True")
+                              MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
             tests.worker("worker_exit")
             sys.exit()
+
+        tests.alone("llama", True, steps=1)  # what is imported late is imported here
+        gc.freeze()
         for run in range(30):
-            store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-            children = [fork(rank, store.port) for rank in range(2)]
+            with socket.create_server(("127.0.0.1", 0)) as free:
+                port = free.getsockname()[1]
+            children = [fork(rank, port) for rank in range(2)]
             codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in children]
             if codes != [0, 0]:
                 sys.exit(f"run {run} ended with {codes}")
         print("thirty")
     """
-    assert "thirty" in run_python("-c", textwrap.dedent(code), timeout=300)
+    assert "thirty" in run_python("-c", textwrap.dedent(code), timeout=600)
 
 
 def worker_exit(_):
