@@ -18,6 +18,7 @@ from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from itertools import combinations
+from math import gcd
 from typing import Annotated, Literal
 
 import torch
@@ -77,7 +78,7 @@ def setting(name, default=0):
     return int(os.environ.get(name, default))
 
 
-def layout(fsdp=False, replicas=1, tp=1, processes=None, **sizes):
+def layout(fsdp=False, replicas=1, tp=1, processes=None, timeout=None, **sizes):
     """Mesh dimensions of a launch, outermost first: {} without torchrun, else for example {"shard": 4, "tp": 2}.
 
     `processes`: how many there are, by default torchrun's WORLD_SIZE. `sizes`: the numbers that tensor parallelism
@@ -85,22 +86,21 @@ def layout(fsdp=False, replicas=1, tp=1, processes=None, **sizes):
     """
     processes = processes or setting("WORLD_SIZE")
     size, model = max(1, processes), replicas * tp
-    asked = " ".join(["--fsdp"] * fsdp + [f"--replicas {replicas}"] * (replicas != 1) + [f"--tp {tp}"] * (tp != 1))
+    flags = {"--fsdp": fsdp, f"--replicas {replicas}": replicas > 1, f"--tp {tp}": tp > 1,
+             f"--timeout {timeout}": timeout}
+    asked = " ".join(flag for flag, given in flags.items() if given)
     if asked and not processes:
         raise ValueError(f"{asked} needs several processes, found one without torchrun: run torchrun --standalone "
                          f"--nproc_per_node={max(2, model)} {os.path.basename(sys.argv[0])} {asked}")
     if replicas > 1 and not fsdp:
-        raise ValueError(f"--replicas {replicas} has no effect without --fsdp, whose shards it copies: add --fsdp, or "
-                         "drop --replicas (DDP has a replica on every process)")
+        raise ValueError(f"--replicas {replicas} has no effect without --fsdp: DDP has a replica on every process")
     if size % model:
-        raise ValueError(f"{size} processes do not divide into --replicas {replicas} x --tp {tp} = {model}: "
-                         f"start {max(model, size // model * model)}")
+        raise ValueError(f"{asked} takes a multiple of {model} processes: start {max(size, model) // model * model}, not {size}")
     if tp > 1 and not fsdp and size != tp:
         raise ValueError(f"--tp {tp} alone takes {tp} processes, found {size}: add --fsdp, or start {tp}")
     for name, value in sizes.items():
         if value % tp:
-            fitting = [n for n in range(1, tp) if not any(number % n for number in sizes.values())]
-            raise ValueError(f"{name} {value} is not divisible by --tp {tp}: take one of {fitting}")
+            raise ValueError(f"{name} {value} is not divisible by --tp {tp}: take a divisor of {gcd(*sizes.values())}")
     if not fsdp:
         return {"tp": tp} if tp > 1 else {"replicate": size} if processes else {}
     shape = {"replicate": replicas, "shard": size // model, "tp": tp}
@@ -126,9 +126,7 @@ def start(device="auto", fsdp=False, replicas=1, tp=1, timeout=None, **sizes):
     `timeout`: seconds after which a collective that some process has not joined fails, by default 600. `sizes`: see
     `layout`. Everything is checked before the process group is awaited; raises ValueError.
     """
-    shape, device = layout(fsdp, replicas, tp, **sizes), find_device(device)
-    if not shape and timeout:
-        raise ValueError(f"--timeout {timeout} has no effect on one process without torchrun: drop it")
+    shape, device = layout(fsdp, replicas, tp, timeout=timeout, **sizes), find_device(device)
     if not shape:
         return World(device)
     cuda = device.type == "cuda"
@@ -202,8 +200,7 @@ def parallelize(raw, world, *, compile=False, seed=0, **options):
     if world.has("replicate") and not world.has("shard"):
         # Gradients that are views into the all-reduce's buckets save a copy of the model.
         model = torch.nn.parallel.DistributedDataParallel(
-            model, device_ids=[world.device] if world.device.type == "cuda" else None,
-            process_group=world.mesh.get_group("replicate"), gradient_as_bucket_view=True)
+            model, process_group=world.mesh.get_group("replicate"), gradient_as_bucket_view=True)
         model.broadcast_buffers = False  # they are constants; the argument of this name warns since torch 2.13
     return model
 
@@ -462,7 +459,7 @@ def plan(build, optimizers, gpus, fsdp=False, replicas=1, tp=1, micro_batch=1, s
     memory["peak"] = memory["parameters"] + memory["moments"] + max(early, memory["gradients"] + memory["root"])
     limit, peak, inside, outside = GPUS[gpu]
     sent = {  # a ring of n sends (n - 1) / n of a tensor to gather or to scatter it, twice that to all-reduce it
-        "shard": whole / tp * (1 - 1 / shards) * (4 * accumulation + 4),  # bf16 for forward, backward; fp32 gradients
+        "shard": whole / tp * (1 - 1 / shards) * ((2 + 2 * reshard) * accumulation + 4),  # bf16 for forward, backward
         "replicate": 2 * 4 * whole / tp / shards * (1 - 1 / shape.get("replicate", 1)),
         # A gather and a scatter of (B, T, C) for each half of a block: forward, backward, again where it is recomputed.
         "tp": 2 * tokens * C * (1 - 1 / tp) * layers * 4 * accumulation * (2 + recomputed),

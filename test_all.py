@@ -551,7 +551,7 @@ def test_wrong_input_to_training_is_one_line():
         flags = [f"--data={d}/data", f"--out={d}/out", "--steps=3"]
         for wrong, expected, words in [
                 (["--micro_batch=3"], 2, "--micro_batch 3 --batch_size 8 take"), (["--fsdp"], 2, "--fsdp torchrun"),
-                (["--tp=2"], 2, "--tp 2 torchrun"), (["--timeout=9"], 2, "--timeout 9 no effect"),
+                (["--tp=2"], 2, "--tp 2 torchrun"), (["--timeout=9"], 2, "--timeout 9 torchrun"),
                 (["--replicas=2"], 2, "--replicas 2"),
                 (["--data=nowhere"], 1, "nowhere data.py"), (["--seq_len=100000"], 1, "--seq_len 100000"),
                 ([f"--out={d}/file"], 1, "file"), (["--resume=7"], 1, "7")]:
@@ -1554,7 +1554,8 @@ def run_steps(world, shape, tied, steps=3, accumulation=2, optimizer="adamw", dt
     if optimizer == "muon":
         optimizers = train_file.build_optimizer(raw, TrainConfig(), 0.01, dtype)
     else:
-        optimizers = [torch.optim.AdamW(raw.parameters(), lr=1e-2)]
+        # Ten steps at 1e-2 let AdamW blow up rounding: a key's bias has no gradient but noise, whatever its size.
+        optimizers = [torch.optim.AdamW(raw.parameters(), lr=1e-3 if steps > 3 else 1e-2)]
     autocast = torch.autocast("cpu", dtype, enabled=dtype != torch.float32 and not world.has("shard"))
     generator, losses, norms, validation = torch.Generator().manual_seed(0), [], [], []
 
@@ -1725,7 +1726,7 @@ def test_slow_law_1_ten_steps_of_nano_in_every_layout():
 def test_slow_law_1_activation_checkpoints_muon_and_bf16():
     """Muon sees whole matrices in every layout (1e-3); FSDP2's mixed precision is within 1 % of autocast's."""
     checkpointed = with_options(CHECKPOINTED, steps=5)
-    muon = [("llama", True, dict(optimizer="muon", steps=10)), ("gpt2", False, dict(optimizer="muon", steps=10))]
+    muon = [("llama", True, dict(optimizer="muon", steps=5)), ("gpt2", False, dict(optimizer="muon", steps=5))]
     bf16 = [("llama", True, dict(dtype="bfloat16")), ("gpt2", False, dict(dtype="bfloat16"))]
     for processes, layouts in (2, TWO + [dict(shard=1, tp=2)]), (4, FOUR):
         check_layouts(processes, layouts, checkpointed + muon + bf16, [1e-4] * 4 + [1e-3] * 2 + [1e-2] * 2)
@@ -1789,7 +1790,7 @@ def test_wrong_layouts_are_one_line():
         fails(ValueError, "--tp 4", distributed.start, "cpu", tp=4)
     with launched(8):
         fails(ValueError, "has no effect without --fsdp", distributed.layout, replicas=2)
-        fails(ValueError, "= 3: start 6", distributed.layout, fsdp=True, replicas=3)
+        fails(ValueError, "--replicas 3 takes a multiple of 3 processes: start 6", distributed.layout, fsdp=True, replicas=3)
         fails(ValueError, "add --fsdp", distributed.layout, tp=2)
         fails(ValueError, "n_head 6 is not divisible by --tp 4", distributed.layout, fsdp=True, tp=4, n_head=6)
         assert distributed.layout() == dict(replicate=8)
