@@ -14,12 +14,12 @@ import os
 import sys
 import time
 import uuid
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from contextlib import ExitStack, contextmanager, suppress
+from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from itertools import combinations
-from math import prod
+from math import gcd
 from typing import Annotated, Literal
 
 import torch
@@ -33,17 +33,12 @@ class World:
     """This process's place among all. The defaults are one process without a process group: every method is free."""
     device: torch.device
     rank: int = 0
-    local_rank: int = 0
     size: int = 1
+    writer: bool = True  # whether this process prints and writes files
     data_rank: int = 0  # the processes of one tensor-parallel group read the same data: they share a data rank
     data_size: int = 1
     mesh: "torch.distributed.device_mesh.DeviceMesh | None" = None
     entered: ExitStack = field(default_factory=ExitStack)  # contexts that last until `stop`
-
-    @property
-    def writer(self):
-        """Whether this process prints and writes files."""
-        return self.rank == 0
 
     def has(self, dimension):
         """Whether the mesh has this dimension: "replicate", "shard" or "tp"."""
@@ -69,7 +64,7 @@ class World:
 
         A body that does nothing when its files exist does its work once, on a shared file system or on separate disks.
         """
-        turn = 0 if self.rank == 0 else 1 if self.local_rank == 0 else 2
+        turn = 0 if self.rank == 0 else 2 if setting("LOCAL_RANK") else 1
         # A group of its own, for its time-out: preparing data may take hours, a hung gradient must not.
         patient = None if self.mesh is None else dist.new_group(backend="gloo", timeout=timedelta(days=7))
         for current in range(3):
@@ -79,65 +74,66 @@ class World:
                 dist.barrier(patient)
 
 
-def layout(fsdp=False, replicas=1, tp=1, processes=None, **sizes):
+def setting(name, default=0):
+    """One of the numbers that torchrun hands to its processes, all of which are read here alone."""
+    return int(os.environ.get(name, default))
+
+
+def layout(fsdp=False, replicas=1, tp=1, processes=None, timeout=None, **sizes):
     """Mesh dimensions of a launch, outermost first: {} without torchrun, else for example {"shard": 4, "tp": 2}.
 
     `processes`: how many there are, by default torchrun's WORLD_SIZE. `sizes`: the numbers that tensor parallelism
     divides, by name (n_head=12). Raises ValueError before anything waits: call it as early as the numbers are known.
     """
-    processes = processes or int(os.environ.get("WORLD_SIZE", 0))
+    processes = processes or setting("WORLD_SIZE")
     size, model = max(1, processes), replicas * tp
-    asked = " ".join(["--fsdp"] * fsdp + [f"--replicas {replicas}"] * (replicas != 1) + [f"--tp {tp}"] * (tp != 1))
-    if min(replicas, tp) < 1:
-        raise ValueError(f"{asked}: expected --replicas and --tp to be at least 1")
+    flags = {"--fsdp": fsdp, f"--replicas {replicas}": replicas > 1, f"--tp {tp}": tp > 1,
+             f"--timeout {timeout}": timeout}
+    asked = " ".join(flag for flag, given in flags.items() if given)
     if asked and not processes:
         raise ValueError(f"{asked} needs several processes, found one without torchrun: run torchrun --standalone "
                          f"--nproc_per_node={max(2, model)} {os.path.basename(sys.argv[0])} {asked}")
     if replicas > 1 and not fsdp:
-        raise ValueError(f"--replicas {replicas} has no effect without --fsdp, whose shards it copies: add --fsdp, or "
-                         "drop --replicas (DDP has a replica on every process)")
+        raise ValueError(f"--replicas {replicas} has no effect without --fsdp: DDP has a replica on every process")
     if size % model:
-        raise ValueError(f"{size} processes do not divide into --replicas {replicas} x --tp {tp} = {model}: "
-                         f"start {max(model, size // model * model)}")
+        raise ValueError(f"{asked} takes a multiple of {model} processes: start {max(size, model) // model * model}, not {size}")
     if tp > 1 and not fsdp and size != tp:
         raise ValueError(f"--tp {tp} alone takes {tp} processes, found {size}: add --fsdp, or start {tp}")
     for name, value in sizes.items():
         if value % tp:
-            fitting = [n for n in range(1, tp) if not any(number % n for number in sizes.values())]
-            raise ValueError(f"{name} {value} is not divisible by --tp {tp}: take one of {fitting}")
-    if not processes:
-        return {}
+            raise ValueError(f"{name} {value} is not divisible by --tp {tp}: take a divisor of {gcd(*sizes.values())}")
     if not fsdp:
-        return {"tp": tp} if tp > 1 else {"replicate": size}
+        return {"tp": tp} if tp > 1 else {"replicate": size} if processes else {}
     shape = {"replicate": replicas, "shard": size // model, "tp": tp}
     return {name: n for name, n in shape.items() if n > 1 or name == "shard"}
 
 
 def find_device(name="auto"):
     """torch.device of this process: its LOCAL_RANK's GPU under torchrun. "auto": cuda, mps (alone) or cpu."""
-    local_rank, gpus = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
-    mps = torch.backends.mps.is_available()
+    here, gpus, mps = setting("LOCAL_WORLD_SIZE", 1), torch.cuda.device_count(), torch.backends.mps.is_available()
     if name == "auto":
-        name = "cuda" if gpus else "mps" if mps and os.environ.get("WORLD_SIZE", "1") == "1" else "cpu"
-    if name == "cuda" and local_rank >= gpus:
+        name = "cuda" if gpus else "mps" if mps and setting("WORLD_SIZE", 1) == 1 else "cpu"
+    if name == "cuda" and here > gpus:  # all processes of the machine see it, not only those without a GPU
         advice = f"start --nproc_per_node={gpus}" if gpus else "take --device cpu, or install torch with CUDA"
-        raise ValueError(f"--device cuda: process {local_rank} of this machine needs a GPU, found {gpus}: {advice}")
+        raise ValueError(f"--device cuda: {here} processes here need a GPU each, found {gpus}: {advice}")
     if name == "mps" and not mps:
         raise ValueError("--device mps: this machine has none, take --device cpu")
-    return torch.device(name, local_rank) if name == "cuda" else torch.device(name)
+    return torch.device(name, setting("LOCAL_RANK")) if name == "cuda" else torch.device(name)
 
 
-def start(device="auto", fsdp=False, replicas=1, tp=1, timeout=600, **sizes):
-    """Join the processes that torchrun started, without it alone -> World. `timeout`: seconds until a collective fails.
+def start(device="auto", fsdp=False, replicas=1, tp=1, timeout=None, **sizes):
+    """Join the processes that torchrun started, without it alone -> World.
 
-    Everything is checked before the process group is awaited; raises ValueError. `sizes`: see `layout`.
+    `timeout`: seconds after which a collective that some process has not joined fails, by default 600. `sizes`: see
+    `layout`. Everything is checked before the process group is awaited; raises ValueError.
     """
-    shape, device = layout(fsdp, replicas, tp, **sizes), find_device(device)
+    shape, device = layout(fsdp, replicas, tp, timeout=timeout, **sizes), find_device(device)
     if not shape:
         return World(device)
     cuda = device.type == "cuda"
     if cuda:
         torch.cuda.set_device(device)
+    timeout = timeout or 600
     store, rank, size = meet(timeout)
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=rank, world_size=size,
                             timeout=timedelta(seconds=timeout), device_id=device if cuda else None)
@@ -177,7 +173,7 @@ def connect(shape, device):
         # It warns where it cannot merge two gathers into one, as in Muon and when whole weights are exported.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     tp, rank, size = shape.get("tp", 1), dist.get_rank(), dist.get_world_size()
-    return World(device, rank, int(os.environ.get("LOCAL_RANK", 0)), size, rank // tp, size // tp, mesh)
+    return World(device, rank, size, rank == 0, rank // tp, size // tp, mesh)
 
 
 def leave(show, *error):
@@ -188,6 +184,17 @@ def leave(show, *error):
     show(*error)
     sys.stderr.flush()
     os._exit(1)
+
+
+def refuse(message, code):
+    """End with one line on stderr and exit code `code`: for an error that most likely all processes have found.
+
+    The machine's first says it at once, whereupon torchrun ends the others before they repeat it. An error that one
+    process alone has found is printed, too, after these three seconds.
+    """
+    time.sleep(3 if setting("LOCAL_RANK") else 0)
+    print(message, file=sys.stderr, flush=True)
+    raise SystemExit(code)
 
 
 def stop(world):
@@ -207,21 +214,20 @@ def stop(world):
 
 # ---- the wrappers, in the order in which they must be applied ----
 
-def parallelize(raw, world, *, param_dtype=torch.float32, activation_checkpoint="none", compile=False, seed=0,
-                reshard_after_forward=True):
+def parallelize(raw, world, *, compile=False, seed=0, **options):
     """Take `raw`, a model on the meta device, to this process's share of it with initial weights -> the callable model.
 
     `raw` stays the same object with the same parameter names, free of wrapper prefixes. Build the optimizer afterwards:
     sharding replaces the parameters, and an optimizer built before it holds tensors that training never touches.
+    `options`: see `shard`.
     """
-    shard(raw, world, param_dtype, activation_checkpoint, compile, reshard_after_forward)
+    shard(raw, world, compile=compile, **options)
     materialize(raw, world.device, seed)
     model = torch.compile(raw) if compile and not (world.has("shard") or world.has("tp")) else raw
     if world.has("replicate") and not world.has("shard"):
         # Gradients that are views into the all-reduce's buckets save a copy of the model.
         model = torch.nn.parallel.DistributedDataParallel(
-            model, device_ids=[world.device] if world.device.type == "cuda" else None,
-            process_group=world.mesh.get_group("replicate"), gradient_as_bucket_view=True)
+            model, process_group=world.mesh.get_group("replicate"), gradient_as_bucket_view=True)
         model.broadcast_buffers = False  # they are constants; the argument of this name warns since torch 2.13
     return model
 
@@ -317,11 +323,10 @@ def fully_shard_blocks(raw, world, param_dtype, reshard_after_forward):
         # The last block is the first that backward needs: freed, it would be gathered again at once.
         fully_shard(block, **options, reshard_after_forward=reshard_after_forward and block is not blocks[-1])
     fully_shard(raw, **options, reshard_after_forward=False)
-    # Gather the next block while this one computes; by itself FSDP2 does so only when the CPU runs ahead of the GPU.
+    # Gather the next block while this one computes: in forward FSDP2 does so by itself only when the CPU runs ahead of
+    # the GPU; in backward it always gathers the block that came before.
     for block, following in zip([raw] + blocks, blocks):
         block.set_modules_to_forward_prefetch([following])
-    for block, preceding in zip(blocks[1:], blocks):
-        block.set_modules_to_backward_prefetch([preceding])
 
 
 @torch.no_grad()
@@ -364,8 +369,7 @@ def clip_grad_norm(parameters, max_norm):
         if hasattr(p.grad, "placements") and p.grad.placements != p.placements:
             # A norm's weight: each tensor-parallel process has the gradient of its own tokens or heads.
             p.grad = p.grad.redistribute(placements=p.placements)
-    norm = torch.nn.utils.get_total_norm([p.grad for p in parameters])
-    norm = whole(norm)  # the one all-reduce
+    norm = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters]))  # the one all-reduce
     if max_norm:
         torch.nn.utils.clip_grads_with_norm_(parameters, max_norm, norm)
     return norm
@@ -374,6 +378,11 @@ def clip_grad_norm(parameters, max_norm):
 def whole(tensor):
     """The whole of a sharded tensor, on each process; a plain tensor as it is."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def piece(tensor):
+    """This process's piece of a sharded tensor; a plain tensor as it is."""
+    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def share(tensor, like):
@@ -392,39 +401,42 @@ GPUS = {
     "A100": (80, 312, 300, 25), "H100": (80, 989, 450, 50), "H200": (141, 989, 450, 50), "B200": (180, 2250, 900, 50),
 }
 EFFICIENCY = 0.5  # assumed share of that peak which the kernels of a block reach when they wait for nothing
+STATES = {"AdamW": 2, "Muon": 1, "SGD": 1}  # fp32 tensors that an optimizer keeps for a parameter: moments, momentum
 
 
-@contextmanager
-def pretend(shape):
-    """World of the mesh `shape` whose collectives do nothing: to build a launch of any size in one process."""
+def pretend(shape, processes):
+    """World of a launch of any size in one process, whose collectives do nothing, until its `entered` is closed."""
     from torch.testing._internal.distributed.fake_pg import FakeStore
-    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=prod(shape.values()))
-    try:
-        yield connect(shape, torch.device("cpu"))
-    finally:
-        dist.destroy_process_group()
+    dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=processes)
+    world = connect(shape, torch.device("cpu"))
+    world.entered.callback(dist.destroy_process_group)
+    return world
 
 
-def activation_elements(block, policy, tp=1):
-    """Elements that one token leaves in `block` for the backward pass under an activation checkpoint policy."""
+def activation_bytes(block, policy, tp=1, stream=2):
+    """Bytes that one token leaves in `block` for the backward pass under an activation checkpoint policy.
+
+    Matrix products and what they read are bf16; the residual `stream`, from which norms read, has 2 bytes or 4.
+    """
     linear = {name.rpartition(".")[2]: part for name, part in block.named_modules() if hasattr(part, "in_features")}
     C, heads, hidden = linear["q"].in_features, linear["o"].in_features, linear["down"].in_features
     columns = sum(part.out_features for name, part in linear.items() if PLAN[name] == "column")
     if policy == "block":  # its input
-        return C / tp
+        return stream * C / tp
     if policy == "selective":  # and what the matrix products and the attention made
-        return C / tp + 2 * C + (columns + heads) / tp
+        return stream * C / tp + 2 * (2 * C + (columns + heads) / tp)
     # Both norms' inputs and outputs (whole under tp), products, attention, the activation function, the gated product.
-    return 2 * C / tp + 2 * C + (columns + heads + hidden * (1 + ("gate" in linear))) / tp
+    return 2 * stream * C / tp + 2 * (2 * C + (columns + heads + hidden * (1 + ("gate" in linear))) / tp)
 
 
-def plan(build, gpus, fsdp=False, replicas=1, tp=1, micro_batch=1, seq_len=1024, activation_checkpoint="none",
-         accumulation=1, gpu="H100", chunk_bytes=2 ** 28, machine=8, **sizes):
+def plan(build, optimizers, gpus, fsdp=False, replicas=1, tp=1, micro_batch=1, seq_len=1024, reshard=True,
+         activation_checkpoint="none", accumulation=1, gpu="H100", chunk_bytes=2 ** 28, machine=8, **sizes):
     """Predict a launch -> dict: memory and sent (bytes per GPU by purpose), seconds a step, mfu, tokens_per_s, fits.
 
-    `build()` makes the model, on the meta device; it is sharded as the launch would. Matrix products in bf16;
-    parameters, gradients and AdamW's moments in fp32; the loss in chunks of `chunk_bytes`. `machine`: GPUs that share
-    fast links. Raises ValueError where the layout is impossible, see `layout`.
+    `build()` makes the model, on the meta device, where it is sharded as the launch would, and `optimizers(model)` the
+    list of its optimizers. Matrix products in bf16; parameters, gradients and moments in fp32; the loss in chunks of
+    `chunk_bytes` of fp32 logits. `machine`: GPUs that share fast links. Raises ValueError where the layout is
+    impossible, see `layout`.
     """
     shape = layout(fsdp, replicas, tp, gpus, seq_len=seq_len, **sizes)
     with torch.device("meta"):
@@ -433,30 +445,37 @@ def plan(build, gpus, fsdp=False, replicas=1, tp=1, micro_batch=1, seq_len=1024,
     whole, blocks = raw.num_params(), [sum(p.numel() for p in block.parameters()) for block in raw.blocks]
     root, tokens, layers = whole - sum(blocks), micro_batch * seq_len, len(blocks)
     vocabulary, C = raw.embed.weight.shape
-    elements = layers * activation_elements(raw.blocks[0], activation_checkpoint, tp)
-    if activation_checkpoint != "none":
-        elements += activation_elements(raw.blocks[0], "none", tp)  # of the block that is being recomputed
+    kept, made = (tokens * activation_bytes(raw.blocks[0], policy, tp, stream=2 if fsdp else 4)
+                  for policy in (activation_checkpoint, "none"))
     flops = raw.flops_per_token(seq_len) * tokens * accumulation / tp
-    with pretend(shape) as world:
+    world = pretend(shape, gpus)
+    with world.entered:
         shard(raw, world)
-        kept = sum((p.to_local() if hasattr(p, "to_local") else p).numel() for p in raw.parameters())
-        world.entered.close()
+        elements = {p: piece(p).numel() for p in raw.parameters()}
+        states = sum(STATES[type(optimizer).__name__] * elements[p] for optimizer in optimizers(raw)
+                     for group in optimizer.param_groups for p in group["params"])
+    own, gathered = sum(elements.values()), 3 if reshard else layers
     memory = {
-        "parameters": 4 * kept,
+        "parameters": 4 * own,
         # FSDP2 accumulates whole gradients, for it exchanges them with the last micro-batch alone.
-        "gradients": 4 * (whole // tp if fsdp and accumulation > 1 else kept),
-        "moments": 8 * kept,
+        "gradients": 4 * (whole // tp if fsdp and accumulation > 1 else own),
+        "moments": 4 * states,  # AdamW's step counters, 4 bytes for each tensor, aside
         # bf16 weights. FSDP2: root, last block, the block at work and the next one; otherwise autocast's copy of all.
-        "gathered": 2 * (root + min(3, layers) * max(blocks) if fsdp else whole) // tp,
-        # FSDP2: the bf16 gradients of the largest group, and the fp32 copy that goes into reduce-scatter.
-        "buffers": 6 * max(root, *blocks) // tp if fsdp else 0,
-        "activations": int(2 * tokens * elements),
-        "logits": int(3 * min(4 * tokens * vocabulary, chunk_bytes) / tp),  # bf16, fp32, and the gradients of both
+        "gathered": 2 * (root + min(gathered, layers) * max(blocks) if fsdp else whole) // tp,
+        "activations": int(layers * kept),
+        # Logits and their softmax in fp32, the gradients of both, and that of the head in bf16.
+        "logits": int(3 * min(4 * tokens * vocabulary, chunk_bytes) + 2 * vocabulary * C) // tp,
+        # A block at work in backward: what it recomputes; FSDP2's bf16 gradients and their copy to reduce-scatter.
+        "block": int(made - kept) + 6 * max(blocks) * fsdp // tp,
+        "root": 6 * root * fsdp // tp,  # the same gradients of embedding and head, when backward is nearly over
     }
-    memory["total"] = sum(memory.values())
+    # Not the sum: while the logits live no block works, and when the root's gradients come the activations are gone.
+    early = memory["gathered"] + memory["activations"] + max(memory["logits"], memory["block"])
+    early += memory["gradients"] if accumulation > 1 or not fsdp else 0  # DDP's buckets are always there
+    memory["peak"] = memory["parameters"] + memory["moments"] + max(early, memory["gradients"] + memory["root"])
     limit, peak, inside, outside = GPUS[gpu]
     sent = {  # a ring of n sends (n - 1) / n of a tensor to gather or to scatter it, twice that to all-reduce it
-        "shard": whole / tp * (1 - 1 / shards) * (4 * accumulation + 4),  # bf16 for forward, backward; fp32 gradients
+        "shard": whole / tp * (1 - 1 / shards) * ((2 + 2 * reshard) * accumulation + 4),  # bf16 for forward, backward
         "replicate": 2 * 4 * whole / tp / shards * (1 - 1 / shape.get("replicate", 1)),
         # A gather and a scatter of (B, T, C) for each half of a block: forward, backward, again where it is recomputed.
         "tp": 2 * tokens * C * (1 - 1 / tp) * layers * 4 * accumulation * (2 + recomputed),
@@ -466,64 +485,56 @@ def plan(build, gpus, fsdp=False, replicas=1, tp=1, micro_batch=1, seq_len=1024,
     compute = flops * (4 / 3 if recomputed else 1) / (peak * 1e12 * EFFICIENCY)
     seconds = max(compute, waits["shard"] + waits["replicate"]) + waits["tp"]  # prefetch hides the former, nothing tp's
     return dict(memory=memory, sent=sent, seconds=seconds, mfu=flops / seconds / (peak * 1e12),
-                tokens_per_s=tokens * accumulation * gpus / tp / seconds, fits=memory["total"] < 0.92e9 * limit)
+                tokens_per_s=tokens * accumulation * gpus / tp / seconds, fits=memory["peak"] < 0.92e9 * limit)
 
 
-def smallest_change(predict, options):
-    """The fewest options to change (a dict) for `predict(**options)` to fit; None when none of those tried does."""
-    ladder = {"activation_checkpoint": ["selective", "block"], "fsdp": [True], "micro_batch": [1], "tp": [2, 4, 8],
-              "gpus": [options["gpus"] * 2, options["gpus"] * 4]}
-    steps = [(name, value) for name, values in ladder.items() for value in values if options[name] != value]
-    for change in (dict(change) for n in (1, 2, 3) for change in combinations(steps, n)):
-        try:
-            if predict(**{**options, **change})["fits"]:
+def smallest_change(predict, gpus):
+    """The fewest options to change (a dict) for `predict(**change)` to fit; None when none of those tried does."""
+    ladder = [("activation_checkpoint", "selective"), ("activation_checkpoint", "block"), ("fsdp", True),
+              ("micro_batch", 1), ("tp", 2), ("tp", 4), ("tp", 8), ("gpus", 2 * gpus), ("gpus", 4 * gpus)]
+    for change in (dict(steps) for n in (1, 2, 3) for steps in combinations(ladder, n)):
+        with suppress(ValueError):  # does not divide
+            if predict(**change)["fits"]:
                 return change
-        except ValueError:
-            pass  # does not divide
-    return None
-
-
-@dataclass
-class PlanConfig:
-    """Predict memory, traffic and speed of a launch, without a GPU."""
-    model: Annotated[str, "preset of model.py"] = "gpt2"
-    gpus: Annotated[int, "GPUs in all"] = 8
-    gpu: Annotated[Literal[tuple(GPUS)], "which"] = "H100"
-    fsdp: Annotated[bool, "shard parameters, gradients and moments (FSDP2)"] = False
-    replicas: Annotated[int, "copies of the sharded model (HSDP)"] = 1
-    tp: Annotated[int, "processes that split every layer (tensor parallel)"] = 1
-    micro_batch: Annotated[int, "sequences per device and forward"] = 1
-    seq_len: Annotated[int, "tokens a sequence has"] = 1024
-    activation_checkpoint: Annotated[Literal["none", "block", "selective"], "what forward keeps for backward"] = "none"
-
-    def __post_init__(self):
-        if min(self.gpus, self.micro_batch, self.seq_len) < 1:
-            raise ValueError(f"--gpus {self.gpus} --micro_batch {self.micro_batch} --seq_len {self.seq_len}: below 1")
 
 
 def main():
-    """Print the plan of one launch."""
-    from model import CHUNK_BYTES, GPT, PRESETS, ModelConfig
-    from train import parse_args
-    options = vars(parse_args(PlanConfig, "distributed.py"))
-    name, gpu = options.pop("model"), options["gpu"]
+    """Print the plan of one launch: of the run that train.py would make of the same flags."""
+    import train
+    from model import CHUNK_BYTES, GPT, PRESETS
+
+    @dataclass
+    class PlanConfig(train.TrainConfig):
+        """Predict memory, traffic and speed of a launch, without a GPU: train.py's flags, and which GPUs."""
+        batch_size: Annotated[int | None, "sequences per optimizer step; default: no accumulation"] = None
+        gpus: Annotated[int, "GPUs in all"] = 8
+        gpu: Annotated[Literal[tuple(GPUS)], "which"] = "H100"
+
+    def predict(**change):
+        now = replace(config, **change)
+        if now.gpus < 1:
+            raise ValueError(f"--gpus is {now.gpus}, expected at least 1")
+        fields = train.model_config(now, PRESETS[now.model].get("vocab_size", 257))
+        ranks = max(1, now.gpus // now.tp)  # that have data of their own
+        now.batch_size = now.batch_size or ranks * (now.micro_batch or 1)
+        micro_batch = train.pick_micro_batch(now, ranks)
+        build_optimizers = partial(train.build_optimizer, config=now, peak=1.0, dtype=torch.bfloat16)
+        return plan(partial(GPT, fields), build_optimizers, now.gpus, now.fsdp, now.replicas, now.tp, micro_batch,
+                    fields.seq_len, now.reshard, now.activation_checkpoint, now.batch_size // ranks // micro_batch,
+                    now.gpu, CHUNK_BYTES, n_head=fields.n_head, n_kv_head=fields.n_kv_head)
+    config = train.parse_args(PlanConfig, "distributed.py")
     try:
-        if name not in PRESETS:
-            raise ValueError(f"--model {name} is not a preset: take one of {', '.join(PRESETS)}")
-        config = ModelConfig(**PRESETS[name])
-        predict = partial(plan, partial(GPT, config), chunk_bytes=CHUNK_BYTES,
-                          n_head=config.n_head, n_kv_head=config.n_kv_head)
-        found = predict(**options)
-        change = None if found["fits"] else smallest_change(predict, options)
+        found = predict()
+        change = None if found["fits"] else smallest_change(predict, config.gpus)
     except (ValueError, OSError, ImportError) as error:
-        sys.exit(f"distributed.py: {error}")
+        refuse(f"distributed.py: {error}", 2)
     for unit, purposes in ("GB per GPU", found["memory"]), ("GB sent per GPU and step", found["sent"]):
         for purpose, n in purposes.items():
             print(f"{purpose:12s} {n / 1e9:9.2f} {unit}")
     print(f"{'step':12s} {found['seconds']:9.3f} s: {found['tokens_per_s']:,.0f} tokens/s, MFU {found['mfu']:.0%}, "
           f"if kernels reach {EFFICIENCY:.0%} of the peak")
     verdict = "fits" if found["fits"] else f"does not fit; the smallest change that does: {change}"
-    print(f"{verdict} (one {gpu} has {GPUS[gpu][0]} GB, of which 8 % are left to the allocator and NCCL)")
+    print(f"{verdict} (one {config.gpu} has {GPUS[config.gpu][0]} GB, of which 8 % are left to the allocator and NCCL)")
 
 
 if __name__ == "__main__":

@@ -66,6 +66,7 @@ class TrainConfig:
     reshard: Annotated[bool, "free a block's gathered weights between forward and backward"] = True
     replicas: Annotated[int, "with --fsdp: copies of the sharded model (HSDP)"] = 1
     tp: Annotated[int, "processes that share each matrix product (tensor parallel)"] = 1
+    timeout: Annotated[int | None, "seconds that processes wait for one another before the job fails (600)"] = None
     activation_checkpoint: Annotated[Literal["none", "block", "selective"],
                                      "recompute in backward; selective keeps matmul and attention outputs"] = "none"
     attention: Annotated[Literal["sdpa", "reference"], "kernel; reference: the textbook formula, for learning"] = "sdpa"
@@ -81,7 +82,8 @@ class TrainConfig:
     def __post_init__(self):
         """Refuse what cannot work, before anything is read or started."""
         least = dict(steps=1, batch_size=1, keep=1, log_every=1, micro_batch=1, seq_len=2, warmup=0, weight_decay=0,
-                     grad_clip=0, save_every=0, keep_every=0, eval_every=0, eval_tokens=0, seed=0, max_skips=0)
+                     grad_clip=0, save_every=0, keep_every=0, eval_every=0, eval_tokens=0, seed=0, max_skips=0,
+                     replicas=1, tp=1, timeout=1)
         for name, value in least.items():
             if getattr(self, name) is not None and not getattr(self, name) >= value:
                 raise ValueError(f"--{name} is {getattr(self, name)}, expected at least {value}")
@@ -101,7 +103,7 @@ def parse_args(kind, prog, argv=None):
     Hyphens and underscores are alike. Anything wrong, and any ValueError of the dataclass, is one line and exit code 2.
     """
     parser = argparse.ArgumentParser(prog, description=kind.__doc__, allow_abbrev=False)
-    parser.error = lambda message: parser.exit(2, f"{prog}: {message} (see {prog} --help)\n")
+    parser.error = lambda message: distributed.refuse(f"{prog}: {message} (see {prog} --help)", 2)
     for field in dataclasses.fields(kind):
         hint, text = get_args(get_type_hints(kind, include_extras=True)[field.name])
         positional = field.default is dataclasses.MISSING
@@ -357,7 +359,7 @@ def open_run(run):
 
 def optimizer_step(run, batches, step):
     """One optimizer step on one global batch -> (loss, gradient norm), fp32 scalars."""
-    torch.manual_seed(data.mix(run.config.seed, step, run.world.data_rank))  # dropout
+    torch.manual_seed(data.mix(run.config.seed, step, run.world.rank))  # dropout
     micro = [run.meter.wait(batches) for _ in range(run.accumulation)]
     targets = run.world.sum(sum((y != -100).sum() for _, y in micro)).clamp(min=1)  # of the whole global batch
     total = torch.zeros((), device=run.world.device)
@@ -473,16 +475,15 @@ def train(config):
     """Run the whole job that `config` describes -> exit code: 0 complete, 1 not saved, 128 + signal."""
     fields = model_config(config, vocab_size=1)
     try:
-        world = distributed.start(config.device, config.fsdp, config.replicas, config.tp,
+        world = distributed.start(config.device, config.fsdp, config.replicas, config.tp, config.timeout,
                                   n_head=fields.n_head, n_kv_head=fields.n_kv_head, seq_len=fields.seq_len)
         micro_batch = pick_micro_batch(config, world.data_size)
     except ValueError as error:  # flags that do not go together: a mistake of usage
-        print(f"train.py: {error}", file=sys.stderr)
-        raise SystemExit(2) from None
+        distributed.refuse(f"train.py: {error}", 2)
     try:
         run = setup(config, world, micro_batch)
     except (ValueError, OSError, ImportError) as error:
-        raise SystemExit(f"train.py: {error}") from None
+        distributed.refuse(f"train.py: {error}", 1)
     code = loop(run)
     del run  # the process group is left without a model, see `stop`
     distributed.stop(world)
