@@ -1632,7 +1632,7 @@ def free_port():
         return found.getsockname()[1]
 
 
-def exit_codes(pids, seconds=60):
+def exit_codes(pids, seconds=240):
     """The children's exit codes (negative: the signal that ended them); after `seconds` they are killed."""
     codes, end = {}, time.time() + seconds
     while len(codes) < len(pids):
@@ -1675,8 +1675,33 @@ def test_slow_fifty_runs_killed_at_random_moments():
     assert len(seen) == 50 and killed > 35 and resumed > 25, (killed, resumed)
 
 
-def children(pid):
-    return [int(child) for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+def close_to(run, expected):
+    """Losses and validation losses of two runs are the same steps' and within 1e-4."""
+    for now, then in zip(metrics_of(run), metrics_of(expected)):
+        assert now.keys() == then.keys()
+        assert all(abs(now[step] / then[step] - 1) < 1e-4 for step in now), (run, now, then)
+
+
+def test_slow_a_checkpoint_of_any_layout_goes_on_in_any_other():
+    """One process, DDP, FSDP2, FSDP2 x TP, each saved and each resumed by all: the uninterrupted run's losses."""
+    layouts = {"alone": (1, []), "ddp": (2, []), "fsdp2": (2, ["--fsdp"]), "fsdp4": (4, ["--fsdp"]),
+               "fsdp_tp": (4, ["--fsdp", "--tp=2"])}
+    with folder() as d:
+        data.prepare([model_file.__file__], d / "data")
+
+        def run(out, layout, steps):
+            return train_here(f"--data={d}/data", f"--out={d}/{out}", f"--steps={steps}", "--eval_every=3",
+                              "--save_every=3", *layouts[layout][1], catch=False)
+        run("whole", "alone", 6)
+        for source, (processes, _) in layouts.items():
+            assert exit_codes(forked(processes, run, source, source, 6)) == [0] * processes, source
+            close_to(d / source, d / "whole")
+            shutil.rmtree(d / source / "checkpoints/step_00000006")  # as if killed before
+            for target, (others, _) in layouts.items():
+                shutil.copytree(d / source, d / "other")
+                assert exit_codes(forked(others, run, "other", target, 6)) == [0] * others, (source, target)
+                close_to(d / "other", d / "whole")
+                shutil.rmtree(d / "other")
 
 
 def test_slow_elastic():
@@ -1692,9 +1717,7 @@ def test_slow_elastic():
         os.kill(int(worker), signal.SIGKILL)
         output, _ = job.communicate(timeout=120)
         assert job.returncode == 0 and "resumed at step" in output, output
-        for found, expected in zip(metrics_of(d / "out"), metrics_of(d / "whole")):
-            assert found.keys() == expected.keys()
-            assert all(abs(found[step] / expected[step] - 1) < 1e-4 for step in found), (found, expected)
+        close_to(d / "out", d / "whole")
 
 
 def shaped(shape, tied, nano=False):
@@ -1851,9 +1874,7 @@ def test_the_main_job_on_two_processes_and_then_on_one():
         shutil.rmtree(d / "out/checkpoints/step_00000012")
         code, output = train_here(f"--out={d}/out", *flags, "--steps=12")
         assert code == 0 and "--fsdp True is now False" in output and "resumed at step 8" in output, output
-        for found, expected in zip(metrics_of(d / "out"), metrics_of(d / "whole")):
-            assert found.keys() == expected.keys()
-            assert all(abs(found[step] / expected[step] - 1) < 1e-4 for step in found), (found, expected)
+        close_to(d / "out", d / "whole")
 
 
 def adamw_of(raw):
