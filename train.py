@@ -33,6 +33,7 @@ import checkpoint
 import data
 import distributed
 import profile
+from attention import KERNELS, pick_backend
 from model import GPT, PRESETS, ModelConfig
 
 
@@ -67,7 +68,12 @@ class TrainConfig:
     tp: Annotated[int, "processes that share each matrix product (tensor parallel)"] = 1
     activation_checkpoint: Annotated[Literal["none", "block", "selective"],
                                      "recompute in backward; selective keeps matmul and attention outputs"] = "none"
-    attention: Annotated[Literal["sdpa", "reference"], "kernel; reference: the textbook formula, for learning"] = "sdpa"
+    attention: Annotated[Literal["auto", "sdpa", "flex", "reference"], "reference: the textbook formula"] = "auto"
+    sdpa: Annotated[Literal["auto", *KERNELS], "its kernel; auto: on a GPU the faster of flash and cudnn"] = "auto"
+    window: Annotated[int | None, "attention sees so many of the newest tokens; default: all"] = None
+    doc_mask: Annotated[bool, "attention keeps to its document, which an end-of-text token begins"] = False
+    softcap: Annotated[float | None, "limit of the attention scores, by tanh; Gemma 2 has 50"] = None
+    head_softcap: Annotated[float | None, "limit of the logits, by tanh; Gemma 2 has 30"] = None
     save_every: Annotated[int, "steps between checkpoints; 0: only at the end"] = 100
     keep: Annotated[int, "newest checkpoints to keep"] = 2
     async_save: Annotated[bool, "write checkpoints while training goes on"] = False
@@ -127,14 +133,13 @@ def parse_args(kind, prog, argv=None):
         parser.error(str(error))
 
 
-def model_config(config, vocab_size):
+def model_config(config, vocab_size, eot=0):
     """The ModelConfig of preset and flags; raises ValueError where they do not make a network."""
-    fields = dict(PRESETS[config.model], vocab_size=vocab_size)
-    fields["seq_len"] = config.seq_len or min(fields["seq_len"], 4096)
-    for name in "n_layer", "n_head", "n_kv_head", "n_embd", "dropout":
-        if getattr(config, name) is not None:
-            fields[name] = getattr(config, name)
-    return ModelConfig(**fields)
+    fields = dict(PRESETS[config.model], vocab_size=vocab_size, doc_start=eot if config.doc_mask else -1)
+    fields["seq_len"] = min(fields["seq_len"], 4096)
+    # Flags and fields of the model have the same names.
+    given = {name: value for name, value in vars(config).items() if hasattr(ModelConfig, name) and value is not None}
+    return ModelConfig(**fields | given)
 
 
 def learning_rate(step, config, peak):
@@ -285,13 +290,14 @@ def setup(config, world, micro_batch):
             data.prepare([], config.data)
     dataset = data.TokenDataset(config.data, "train", fields.seq_len, config.seed)
     validation = data.TokenDataset(config.data, "val", fields.seq_len)
-    fields = model_config(config, dataset.meta["vocab_size"])
+    fields = model_config(config, dataset.meta["vocab_size"], dataset.meta["eot"])
     checkpointer, resumed = open_run(config, fields, dataset.meta, world, say)
 
     dtype, why_dtype = pick_dtype(config.dtype, world.device)
     compiled, why_compile = pick_compile(config.compile, world.device)
+    backend, note = pick_backend(config.attention, config.sdpa, fields, world.device, dtype)
     with torch.device("meta"):
-        raw = GPT(fields, config.attention)
+        raw = GPT(fields, backend)
     model = distributed.parallelize(raw, world, param_dtype=dtype, activation_checkpoint=config.activation_checkpoint,
                                     compile=compiled, seed=config.seed, reshard_after_forward=config.reshard)
     peak_lr = config.lr or min(0.01, 0.64 / fields.n_embd)
@@ -309,7 +315,7 @@ def setup(config, world, micro_batch):
 
     say(f"data      {config.data}: {dataset.tokens:,} tokens to train on, {validation.tokens:,} to validate, "
         f"tokenizer {dataset.meta['tokenizer']} of {fields.vocab_size:,}")
-    say(f"model     {config.model}: {raw.num_params():,} parameters, {fields.n_layer} layers x {fields.n_embd}")
+    say(f"model     {config.model}: {raw.num_params():,} parameters, {fields.n_layer} layers x {fields.n_embd}, {note}")
     say(f"batch     {config.batch_size} sequences = {world.data_size} processes x {accumulation} micro-batches x "
         f"{micro_batch}, each of {fields.seq_len} tokens")
     say(f"machine   {world.size} x {world.device.type}, {str(dtype)[6:]} ({why_dtype}), compile {why_compile}, "
@@ -342,7 +348,8 @@ def open_run(config, fields, meta, world, say):
     step = checkpointer.choose(step, read=(world.rank, world.size))
     if step is not None:
         saved = checkpointer.read_extra(step)
-        then = dict(saved["model"], tokenizer=saved["tokenizer"], optimizer=saved["config"]["optimizer"])
+        then = dataclasses.asdict(ModelConfig(**saved["model"]))  # one from before a field was there has its default
+        then.update(tokenizer=saved["tokenizer"], optimizer=saved["config"]["optimizer"])
         wanted = dict(dataclasses.asdict(fields), tokenizer=meta["tokenizer"], optimizer=config.optimizer)
         for name, now in wanted.items():
             if then.get(name) != now:
