@@ -180,7 +180,7 @@ def test_every_mask_on_every_backend_equals_brute_force():
                 mask = attention.make_mask(predicate, backend, queries, keys, q.device, batch=2, heads=heads)
                 where = backend, name, cap, queries, keys
                 if cap and backend in ("sdpa", "flash", "math"):
-                    fails(ValueError, "SDPA soft-capping reference", attend, q, k, v, mask, backend, 0.0, cap)
+                    fails(ValueError, "SDPA soft-capping", attend, q, k, v, mask, backend, 0.0, cap)
                     continue
                 with torch.no_grad():
                     half = attend(*(x.bfloat16() for x in (q, k, v)), mask, backend, softcap=cap)
@@ -194,7 +194,7 @@ def test_every_mask_on_every_backend_equals_brute_force():
                 if name == "causal":
                     plain = attend(q.detach(), k.detach(), v.detach(), None, backend)
                     assert (plain - expected).abs().max() < 1e-5, where
-    fails(ValueError, "Flex dropout reference", attend, k, k, k, None, "flex", 0.1)
+    fails(ValueError, "Flex dropout", attend, k, k, k, None, "flex", 0.1)
 
 
 def test_cached_logits_equal_uncached():
@@ -358,6 +358,17 @@ def test_positions_are_relative_with_rope():
     assert max(scores) - min(scores) < 1e-4
 
 
+def test_flops_of_a_window_are_those_of_its_keys():
+    """The formula's mean number of keys is the mask's, to half a key; a window longer than the sequence is none."""
+    for window in 1, 5, 16, 40:
+        model, plain = tiny(window=window), tiny()
+        rule = and_masks(attention.causal, sliding_window(window))
+        mask = attention.make_mask(rule, "sdpa", 16, 16, torch.device("cpu"))
+        per_key = 12 * model.config.n_layer * model.config.n_embd
+        keys = 8 - (plain.flops_per_token(16) - model.flops_per_token(16)) / per_key
+        assert abs(keys - mask.sum().item() / 16) <= 0.5, (window, keys)
+
+
 def test_flops_per_token_match_the_counter():
     """6 per parameter in a matrix product, and attention: what torch's counter sees on the plain backend."""
     from torch.utils.flop_counter import FlopCounterMode
@@ -447,6 +458,43 @@ def test_compiled_equals_eager_without_graph_breaks(backend="aot_eager"):
         results.append((loss.item(), model.embed.weight.grad.clone()))
     (eager, grad), (compiled, other) = results
     assert abs(compiled / eager - 1) < 1e-5 and (grad - other).abs().max() < 1e-4 * grad.abs().max()
+
+
+def test_masks_leave_two_compiled_graphs():
+    """Fifty steps, five evaluations, a sample: one graph for training, one without gradients. Flex: the same."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+    for backend in "auto", "flex":
+        torch._dynamo.reset()
+        model = tiny(backend, n_layer=1, window=4, doc_start=7, softcap=2.0)
+        plain = tiny(n_layer=1, window=4, doc_start=7, softcap=2.0)
+        counter = CompileCounterWithBackend("eager")
+        compiled = torch.compile(model, backend=counter, fullgraph=True)
+        for step in range(50):
+            tokens = torch.randint(64, (2, 17))
+            tokens[:, step % 16] = 7
+            x, y = tokens[:, :-1], tokens[:, 1:]
+            if backend == "auto":  # Flex has no backward pass on a CPU
+                compiled(x, y).backward()
+            if step % 10 == 0:
+                with torch.no_grad():
+                    assert abs(compiled(x, y) / plain(x, y) - 1) < 1e-5
+        with torch.compiler.set_stance("force_eager"):
+            model.generate([[1, 2, 3]], 10)
+        with torch.no_grad():
+            compiled(x, y)
+        assert counter.frame_count <= 2, counter.frame_count
+
+
+def test_slow_flex_compiled_on_a_cpu():
+    """What runs on CUDA outside a compiled model, as far as a CPU can: block mask and kernel by inductor, forward."""
+    if not train_file.pick_compile("on", torch.device("cpu"))[0]:
+        raise Skip("torch.compile needs a C++ compiler")
+    plain, fused = (tiny(backend, window=4, doc_start=7, softcap=2.0) for backend in ("reference", "flex"))
+    with torch.no_grad(), mock.patch.object(attention, "fused", lambda function, device: attention.compiled(function)):
+        for place in 3, 5:
+            tokens = torch.randint(8, 64, (2, 16))
+            tokens[:, place] = 7
+            assert (fused(tokens) - plain(tokens)).abs().max() < 1e-5
 
 
 def test_slow_compiled_by_inductor():
@@ -619,7 +667,10 @@ def test_wrong_input_to_training_is_one_line():
         for wrong, expected, words in [
                 (["--micro_batch=3"], 2, "--micro_batch 3 --batch_size 8 take"), (["--fsdp"], 2, "--fsdp torchrun"),
                 (["--tp=2"], 2, "--tp 2 torchrun"), (["--replicas=2"], 2, "--replicas 2"),
-                (["--data=nowhere"], 1, "nowhere data.py"), (["--seq_len=100000"], 1, "--seq_len 100000"),
+                (["--attention=flex"], 1, "--attention flex CPU"), (["--sdpa=cudnn"], 1, "--sdpa cudnn"),
+                (["--attention=sdpa", "--softcap=9"], 1, "--attention sdpa soft-capping"),
+                (["--attention=reference", "--sdpa=math"], 1, "--attention reference --sdpa math"),
+                (["--window=-1"], 2, "window -1"), (["--data=nowhere"], 1, "nowhere data.py"), (["--seq_len=100000"], 1, "--seq_len 100000"),
                 ([f"--out={d}/file"], 1, "file"), (["--resume=7"], 1, "7")]:
             code, output = exit_of(lambda: train_here(*flags, *wrong, catch=False))
             line = output if expected == 2 else str(code)
@@ -1592,8 +1643,9 @@ def test_slow_checkpoint_on_two_processes():
 
 def shaped(shape, tied):
     """A GPT of 2 layers with 2 key/value heads; 67 ids, which no number of processes divides."""
+    masked = dict(SHAPES["llama"], window=5, doc_start=3, softcap=2.0, head_softcap=4.0)
     return ModelConfig(vocab_size=67, seq_len=16, n_layer=2, n_head=4, n_kv_head=2, n_embd=32, tied=tied,
-                       **SHAPES[shape])
+                       **dict(SHAPES, masked=masked)[shape])
 
 
 def meta(config):
@@ -1737,10 +1789,11 @@ def test_the_main_job_on_two_processes_and_then_on_one():
 
 
 def test_law_1_two_processes():
-    """DDP, FSDP2 and tensor parallel equal one process; the planner's count of elements is the real one, exactly."""
+    """DDP, FSDP2, tensor parallel equal one process, also with masks; the planner's count of elements is exact."""
     layouts = [dict(replicate=2), dict(shard=2), dict(tp=2)]
-    found = check_layouts(2, layouts, [("llama", True, dict(evaluate=True)), ("gpt2", False, {})])
-    for layout, flags, now in zip(layouts, (dict(), dict(fsdp=True), dict(tp=2)), found[::2]):
+    found = check_layouts(2, layouts, [("llama", True, dict(evaluate=True)), ("gpt2", False, {}),
+                                       ("masked", True, dict(activation_checkpoint="selective", steps=2))])
+    for layout, flags, now in zip(layouts, (dict(), dict(fsdp=True), dict(tp=2)), found[::3]):
         predicted = distributed.plan(lambda: meta(shaped("llama", True)), gpus=2, seq_len=16, **flags)["memory"]
         assert predicted["parameters"] == 4 * now["numel"], (layout, predicted, now)
         assert predicted["moments"] == 4 * now["state"], (layout, predicted, now)
@@ -1770,7 +1823,8 @@ def test_slow_law_1_muon_and_bf16():
 def test_slow_law_1_compiled():
     """Whole under DDP, per block under FSDP2 and tensor parallel, with checkpointed blocks."""
     check_layouts(2, [dict(replicate=2), dict(tp=2)], [("llama", True, dict(compile=True, steps=2))])
-    check_layouts(2, [dict(shard=2)], [("llama", True, dict(compile=True, activation_checkpoint="block", steps=2))])
+    check_layouts(2, [dict(shard=2)], [("llama", True, dict(compile=True, activation_checkpoint="block", steps=2)),
+                                       ("masked", True, dict(compile=True, steps=2))])
 
 
 def worker_manners(_):
