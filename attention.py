@@ -8,6 +8,7 @@ stated once; `make_mask` turns it into a block mask for FlexAttention (CUDA, com
 
 Shapes: B batch, T queries, S keys, H heads, K key/value heads, D head width, L layers.
 """
+import contextlib
 import functools
 import itertools
 import math
@@ -130,7 +131,7 @@ def attend(q, k, v, mask=None, backend="auto", dropout=0.0, softcap=0.0):
         def modify(score, b, h, q_idx, kv_idx):
             return soft_cap(score, softcap)
         return fused(flex_attention, q.device)(q, k, v, modify, mask, enable_gqa=shared)
-    with sdpa_kernel(KERNELS.get(backend, [*KERNELS.values()])):
+    with sdpa_kernel(KERNELS[backend]) if backend in KERNELS else contextlib.nullcontext():
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, mask is None and queries > 1, enable_gqa=shared)
 
 
@@ -160,23 +161,22 @@ def pick_backend(attention, sdpa, config, device, dtype):
     the reference: the first that runs. SDPA's kernel is on CUDA flash or cuDNN, the faster one forward and backward.
     Raises ValueError with the reasons if none runs.
     """
-    cuda, found, refused = device.type == "cuda", {}, {}
+    cuda, found = device.type == "cuda", {}
     flex = ["flex"] if cuda and (config.window or config.doc_start >= 0 or config.softcap) else []
     names = {"auto": [*flex, *KERNELS, "reference"], "sdpa": [*KERNELS]}.get(attention, [attention])
     tokens = torch.zeros(1, config.seq_len if cuda else 8, dtype=torch.int64, device=device)
     q, k, v = (torch.zeros(1, heads, tokens.size(1), config.head_dim, device=device, dtype=dtype, requires_grad=True)
                for heads in (config.n_head, config.n_kv_head, config.n_kv_head))
     for name in names if sdpa == "auto" else {sdpa}.intersection(names):
-        found[name], refusal = attempt(lambda: gradients(q, k, v, model_mask(tokens, None, config, name), name,
-                                                         dropout=config.dropout, softcap=config.softcap))
-        if refusal:
-            refused.setdefault(refusal, name)
-        elif name != "flash" or not cuda:
+        found[name] = attempt(lambda: gradients(q, k, v, model_mask(tokens, None, config, name), name,
+                                                dropout=config.dropout, softcap=config.softcap))
+        if found[name][0] < math.inf and (name != "flash" or not cuda):
             break
-    note = "".join(f", not {name}: {refusal}" for refusal, name in refused.items())
+    refused = {reason: name for name, (_, reason) in reversed(found.items()) if reason}  # one reason of many, said once
+    note = "".join(f", not {name}: {reason}" for reason, name in refused.items())
     # Another one has to be a tenth faster than flash: a run that goes on should choose alike.
-    best = min(found, key=lambda name: found[name] * (0.9 if name == "flash" else 1), default="")
-    if found.get(best, math.inf) == math.inf:
+    best = min(found, key=lambda name: found[name][0] * (0.9 if name == "flash" else 1), default="")
+    if not best or found[best][0] == math.inf:
         raise ValueError(f"--attention {attention} with --sdpa {sdpa} leaves no kernel{note}")
     return best, f"attention {best}{note}"
 
@@ -227,7 +227,7 @@ def main():
                 error = max((a - b).abs().max().item() for a, b in zip(gradients(*inputs, mask, backend), truth))
                 speed = work / elapsed
                 result = f"{error:8.1e} {1e3 * elapsed:9.2f} ms {speed / 1e12:8.3f} TFLOP/s {speed / peak:4.0%}"
-            print(f"{name:9s} {'backward' if backward else 'forward':9s} {backend:10s} {result}")
+            print(f"{name:9s} {'+backward' if backward else 'forward':9s} {backend:10s} {result}")
 
 
 if __name__ == "__main__":

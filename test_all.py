@@ -670,7 +670,8 @@ def test_wrong_input_to_training_is_one_line():
                 (["--attention=flex"], 1, "--attention flex CPU"), (["--sdpa=cudnn"], 1, "--sdpa cudnn"),
                 (["--attention=sdpa", "--softcap=9"], 1, "--attention sdpa soft-capping"),
                 (["--attention=reference", "--sdpa=math"], 1, "--attention reference --sdpa math"),
-                (["--window=-1"], 2, "window -1"), (["--data=nowhere"], 1, "nowhere data.py"), (["--seq_len=100000"], 1, "--seq_len 100000"),
+                (["--window=-1"], 2, "window -1"),
+                (["--data=nowhere"], 1, "nowhere data.py"), (["--seq_len=100000"], 1, "--seq_len 100000"),
                 ([f"--out={d}/file"], 1, "file"), (["--resume=7"], 1, "7")]:
             code, output = exit_of(lambda: train_here(*flags, *wrong, catch=False))
             line = output if expected == 2 else str(code)

@@ -33,7 +33,7 @@ import checkpoint
 import data
 import distributed
 import profile
-from attention import KERNELS, pick_backend
+from attention import pick_backend
 from model import GPT, PRESETS, ModelConfig
 
 
@@ -69,7 +69,7 @@ class TrainConfig:
     activation_checkpoint: Annotated[Literal["none", "block", "selective"],
                                      "recompute in backward; selective keeps matmul and attention outputs"] = "none"
     attention: Annotated[Literal["auto", "sdpa", "flex", "reference"], "reference: the textbook formula"] = "auto"
-    sdpa: Annotated[Literal["auto", *KERNELS], "its kernel; auto: on a GPU the faster of flash and cudnn"] = "auto"
+    sdpa: Annotated[Literal["auto", "flash", "cudnn", "efficient", "math"], "auto: the faster"] = "auto"
     window: Annotated[int | None, "attention sees so many of the newest tokens; default: all"] = None
     doc_mask: Annotated[bool, "attention keeps to its document, which an end-of-text token begins"] = False
     softcap: Annotated[float | None, "limit of the attention scores, by tanh; Gemma 2 has 50"] = None
