@@ -68,7 +68,9 @@ def model_mask(tokens, positions, config, backend, cache=None):
     """The mask of one forward pass over `tokens` (B, T), made once for all layers; None where plain causal says it.
 
     By the fields of `config`: causal; among the newest `window` tokens (0: all); not beyond the newest `doc_start`,
-    the id that begins a document (-1: none). The filler in front of a short prompt is like a document before it.
+    the id that begins a document (-1: none). Positions count on over documents, for RoPE sees their differences alone;
+    so do targets: a document's last one is the token that begins the next, as generation ends with it.
+    The filler in front of a short prompt is like a document before it.
     """
     rules, (batch, queries) = [causal], tokens.shape
     keys = queries if cache is None else cache.advance(queries)

@@ -47,7 +47,7 @@ class ModelConfig:
     rope_theta: float = 10000.0
     rope_scaling: dict | None = None  # Llama 3's, see `rope_frequencies`
     dropout: float = 0.0
-    window: int = 0  # a token sees so many of the newest, itself among them; 0: all
+    window: int = 0  # a token sees so many of the newest tokens, itself among them; 0: all
     doc_start: int = -1  # the id that begins a document, to which attention keeps; -1: attention crosses documents
     softcap: float = 0.0  # limit of the attention scores, s -> softcap tanh(s / softcap); 0: none
     head_softcap: float = 0.0  # the same of the logits
@@ -56,10 +56,12 @@ class ModelConfig:
         """Derive what is zero; raise ValueError where the numbers do not make a network."""
         if self.doc_start is None:
             raise ValueError("a mask of documents needs the id that begins one: \"eot\" of meta.json is null")
-        least = dict(vocab_size=1, seq_len=1, n_layer=1, n_head=1, n_embd=1, window=0, softcap=0, head_softcap=0)
-        for name, value in least.items():
-            if not value <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} is {getattr(self, name)}, expected at least {value}")
+        bounds = dict.fromkeys(("vocab_size", "seq_len", "n_layer", "n_head", "n_embd"), (1, math.inf))
+        # A window of seq_len would have no effect.
+        bounds.update(dropout=(0, 1), window=(0, self.seq_len), softcap=(0, math.inf), head_softcap=(0, math.inf))
+        for name, (low, high) in bounds.items():
+            if not low <= getattr(self, name) < high:
+                raise ValueError(f"{name} is {getattr(self, name)}, expected {low} <= {name} < {high}")
         if not self.head_dim and self.n_embd % self.n_head:
             raise ValueError(f"n_embd {self.n_embd} is not divisible by n_head {self.n_head}: "
                              f"take n_embd {self.n_embd // self.n_head * self.n_head or self.n_head}")
@@ -69,8 +71,6 @@ class ModelConfig:
             raise ValueError(f"n_head {self.n_head} is not a multiple of n_kv_head {self.n_kv_head}")
         if self.position == "rope" and self.head_dim % 2:
             raise ValueError(f"head width {self.head_dim} is odd: rotary positions turn pairs, take an even one")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout is {self.dropout}, expected 0 <= dropout < 1")
         # SwiGLU has three matrices where GELU has two: 8/3 C keeps the parameters of GPT-2's 4 C, 64 suits the kernels.
         self.n_hidden = self.n_hidden or (4 * self.n_embd if self.mlp == "gelu" else math.ceil(self.n_embd / 24) * 64)
 

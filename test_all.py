@@ -168,7 +168,7 @@ def masks_of(length):
 def test_every_mask_on_every_backend_equals_brute_force():
     """Outputs and gradients, for GQA, odd lengths, fewer queries than keys, soft-capped scores, fp32 and bf16."""
     torch.manual_seed(0)
-    for queries, keys, heads, shared in [(9, 9, 4, 4), (33, 33, 4, 2), (3, 8, 6, 2), (1, 11, 4, 1)]:
+    for queries, keys, heads, shared in [(9, 9, 4, 2), (33, 33, 2, 1), (3, 8, 6, 2), (1, 11, 3, 3)]:
         sizes = [(heads, queries), (shared, keys), (shared, keys)]
         q, k, v = (torch.randn(2, h, n, 8, requires_grad=True) for h, n in sizes)
         for (name, (predicate, allowed)), cap in itertools.product(masks_of(keys).items(), (0.0, 0.7)):
@@ -359,8 +359,8 @@ def test_positions_are_relative_with_rope():
 
 
 def test_flops_of_a_window_are_those_of_its_keys():
-    """The formula's mean number of keys is the mask's, to half a key; a window longer than the sequence is none."""
-    for window in 1, 5, 16, 40:
+    """The formula's mean number of keys is the mask's, to half a key."""
+    for window in 1, 5, 15:
         model, plain = tiny(window=window), tiny()
         rule = and_masks(attention.causal, sliding_window(window))
         mask = attention.make_mask(rule, "sdpa", 16, 16, torch.device("cpu"))
@@ -460,7 +460,7 @@ def test_compiled_equals_eager_without_graph_breaks(backend="aot_eager"):
     assert abs(compiled / eager - 1) < 1e-5 and (grad - other).abs().max() < 1e-4 * grad.abs().max()
 
 
-def test_masks_leave_two_compiled_graphs():
+def test_slow_masks_leave_two_compiled_graphs():
     """Fifty steps, five evaluations, a sample: one graph for training, one without gradients. Flex: the same."""
     from torch._dynamo.testing import CompileCounterWithBackend
     for backend in "auto", "flex":
@@ -670,7 +670,8 @@ def test_wrong_input_to_training_is_one_line():
                 (["--attention=flex"], 1, "--attention flex CPU"), (["--sdpa=cudnn"], 1, "--sdpa cudnn"),
                 (["--attention=sdpa", "--softcap=9"], 1, "--attention sdpa soft-capping"),
                 (["--attention=reference", "--sdpa=math"], 1, "--attention reference --sdpa math"),
-                (["--window=-1"], 2, "window -1"),
+                (["--window=-1"], 2, "window -1"), (["--window=32"], 2, "window 32 < 32"),
+                (["--softcap=nan"], 2, "softcap nan"),
                 (["--data=nowhere"], 1, "nowhere data.py"), (["--seq_len=100000"], 1, "--seq_len 100000"),
                 ([f"--out={d}/file"], 1, "file"), (["--resume=7"], 1, "7")]:
             code, output = exit_of(lambda: train_here(*flags, *wrong, catch=False))
