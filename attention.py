@@ -56,6 +56,7 @@ def make_mask(predicate, backend, queries, keys, device, batch=1, heads=1):
     """Predicate -> what `attend` takes as mask: for "flex" a BlockMask, else bool (B, H, T, S), True where allowed.
 
     The queries are the *last* T of the S positions. `batch`, `heads` may stay 1 where the predicate asks for neither.
+    Every query must see some key: the softmax over none is NaN.
     """
     if backend == "flex" and queries == keys:
         return fused(create_block_mask, device)(predicate, batch, heads, queries, keys, device)
@@ -161,7 +162,7 @@ def pick_backend(attention, sdpa, config, device, dtype):
 
     `config` has a model's sizes and masks. "auto" is Flex on CUDA if there is more than causal to do, then SDPA, then
     the reference: the first that runs. SDPA's kernel is on CUDA flash or cuDNN, the faster one forward and backward.
-    Raises ValueError with the reasons if none runs.
+    Where SDPA refuses, it says why in warnings, and they become the reason. Raises ValueError with all if none runs.
     """
     cuda, found = device.type == "cuda", {}
     flex = ["flex"] if cuda and (config.window or config.doc_start >= 0 or config.softcap) else []
@@ -176,7 +177,7 @@ def pick_backend(attention, sdpa, config, device, dtype):
             break
     refused = {reason: name for name, (_, reason) in reversed(found.items()) if reason}  # one reason of many, said once
     note = "".join(f", not {name}: {reason}" for reason, name in refused.items())
-    # Another one has to be a tenth faster than flash: a run that goes on should choose alike.
+    # Another one has to be a tenth faster than flash: measured again, when a run goes on, it should win or lose again.
     best = min(found, key=lambda name: found[name][0] * (0.9 if name == "flash" else 1), default="")
     if not best or found[best][0] == math.inf:
         raise ValueError(f"--attention {attention} with --sdpa {sdpa} leaves no kernel{note}")
