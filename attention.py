@@ -1,111 +1,236 @@
 """Attention: who may look at whom, and the kernel that computes it.
 
-A mask is a predicate `(b, h, q_idx, kv_idx) -> bool` on index tensors, the signature FlexAttention uses, so the
-rule is stated once and `dense` turns it into what a kernel wants. `attend` runs it on PyTorch's
-`F.scaled_dot_product_attention` (SDPA), or as `reference`: the textbook formula with all scores in memory.
+A mask is a predicate `(b, h, q_idx, kv_idx) -> bool` on index tensors, the signature FlexAttention uses. The rule is
+stated once; `make_mask` turns it into a block mask for FlexAttention (CUDA, compiled) or a dense one for PyTorch's
+`F.scaled_dot_product_attention` (SDPA) and for `reference`, the textbook formula. `attend` runs any of them.
 
-    python attention.py            # every backend x mask: error against an fp64 reference, and milliseconds
+    python attention.py            # every backend x mask: error against an fp64 reference, milliseconds, TFLOP/s
 
 Shapes: B batch, T queries, S keys, H heads, K key/value heads, D head width, L layers.
 """
+import contextlib
+import functools
+import itertools
 import math
+import warnings
 
 import torch
 import torch.nn.functional as F
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.nn.attention.flex_attention import and_masks, create_block_mask, flex_attention
 
+# SDPA's kernels, in the order in which they are tried.
+KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION,
+           "efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}
+
+
+# ---- masks; torch's `and_masks` and `or_masks` combine them, and any predicate of your own ----
 
 def causal(b, h, q_idx, kv_idx):
     """Mask predicate: a query sees itself and the keys before it."""
     return q_idx >= kv_idx
 
 
-def dense(predicate, queries, keys, device):
-    """Predicate -> bool mask (1, 1, T, S), True where attention is allowed; the queries are the *last* T positions."""
+def sliding_window(size):
+    """A query sees no key older than the newest `size`, its own among them; combine it with `causal`."""
+    def mask(b, h, q_idx, kv_idx):
+        return q_idx - kv_idx < size
+    return mask
+
+
+def document(ids):
+    """A query sees its own document; `ids` (B, S) is the number of the document that each position belongs to."""
+    def mask(b, h, q_idx, kv_idx):
+        return ids[b, q_idx] == ids[b, kv_idx]
+    return mask
+
+
+def prefix_lm(lengths):
+    """All see the first `lengths` (B,) tokens of their sequence; those behind them also what came before."""
+    def mask(b, h, q_idx, kv_idx):
+        return (kv_idx < lengths[b]) | (q_idx >= kv_idx)
+    return mask
+
+
+def make_mask(predicate, backend, queries, keys, device, batch=1, heads=1):
+    """Predicate -> what `attend` takes as mask: for "flex" a BlockMask, else bool (B, H, T, S), True where allowed.
+
+    The queries are the *last* T of the S positions. `batch`, `heads` may stay 1 where the predicate asks for neither.
+    Every query must see some key: the softmax over none is NaN.
+    """
+    if backend == "flex" and queries == keys:
+        return fused(create_block_mask, device)(predicate, batch, heads, queries, keys, device)
+    b, h = torch.arange(batch, device=device).view(-1, 1, 1, 1), torch.arange(heads, device=device).view(-1, 1, 1)
     kv_idx = torch.arange(keys, device=device)
-    q_idx = torch.arange(keys - queries, keys, device=device)[:, None]
-    return predicate(0, 0, q_idx, kv_idx)[None, None]  # (1, 1, T, S)
+    return predicate(b, h, kv_idx[keys - queries:, None], kv_idx).expand(batch, heads, queries, keys)  # (B, H, T, S)
 
 
-def reference(q, k, v, mask, dropout=0.0):
+def model_mask(tokens, positions, config, backend, cache=None):
+    """The mask of one forward pass over `tokens` (B, T), made once for all layers; None where plain causal says it.
+
+    By the fields of `config`: causal; among the newest `window` tokens (0: all); not beyond the newest `doc_start`,
+    the id that begins a document (-1: none). Positions count on over documents, for RoPE sees their differences alone;
+    so do targets: a document's last one is the token that begins the next, as generation ends with it.
+    The filler in front of a short prompt is like a document before it.
+    """
+    rules, (batch, queries) = [causal], tokens.shape
+    keys = queries if cache is None else cache.advance(queries)
+    if config.window:
+        rules.append(sliding_window(config.window))
+    if config.doc_start >= 0 or cache is not None and torch.is_tensor(cache.padding):
+        starts = tokens == config.doc_start
+        if cache is not None:
+            starts = cache.extend("starts", (starts | (positions == cache.padding))[..., None])[..., 0]
+        rules.append(document(starts.cumsum(dim=1)))  # equal numbers: no token in between begins another
+    if len(rules) == 1 and backend not in ("flex", "reference"):
+        return None
+    return make_mask(and_masks(*rules), backend, queries, keys, tokens.device, batch)
+
+
+# ---- kernels ----
+
+compiled = functools.cache(torch.compile)
+
+
+def fused(function, device):
+    """FlexAttention's functions are kernels only when compiled: by themselves, or within what is being compiled."""
+    return compiled(function) if device.type == "cuda" and not torch.compiler.is_compiling() else function
+
+
+def soft_cap(x, limit):
+    """limit * tanh(x / limit): keeps a small x and never exceeds `limit` (Gemma 2, 2024); 0: x as it is."""
+    return limit * torch.tanh(x / limit) if limit else x
+
+
+def reference(q, k, v, mask, dropout=0.0, softcap=0.0):
     """softmax(q k^T / sqrt(D)) v with all scores in memory; shapes as for `attend`."""
-    groups = q.size(1) // k.size(1)  # grouped-query attention: so many neighbouring query heads share a key/value head
-    k, v = k.repeat_interleave(groups, dim=1), v.repeat_interleave(groups, dim=1)  # (B, H, S, D)
-    scores = q @ k.transpose(-2, -1) / math.sqrt(q.size(-1))  # (B, H, T, S)
-    scores = scores.masked_fill(~mask, float("-inf"))
-    weights = scores.softmax(dim=-1, dtype=torch.promote_types(q.dtype, torch.float32))
+    # Grouped-query attention: so many neighbouring query heads share a key/value head.
+    k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))  # (B, H, S, D)
+    scores = soft_cap(q @ k.transpose(-2, -1) / math.sqrt(q.size(-1)), softcap)  # (B, H, T, S)
+    weights = scores.masked_fill(~mask, -math.inf).softmax(dim=-1, dtype=torch.promote_types(q.dtype, torch.float32))
     return F.dropout(weights, dropout).to(v.dtype) @ v  # (B, H, T, D)
 
 
-def attend(q, k, v, mask=None, backend="sdpa", dropout=0.0):
+def attend(q, k, v, mask=None, backend="auto", dropout=0.0, softcap=0.0):
     """Attention output (B, H, T, D) for q (B, H, T, D) and k, v (B, K, S, D); H must be a multiple of K.
 
-    `mask` is bool and broadcasts to (B, H, T, S); None means causal, the queries being the last T of the S positions.
-    `backend` is "sdpa" or "reference"; `dropout` is the probability of dropping an attention weight.
+    `mask` is `make_mask`'s for the same backend; None means causal, the queries being the last T of the S positions.
+    `backend` is "sdpa", one of its KERNELS, "flex", "reference", or "auto": SDPA, and the reference for soft-capping.
+    `dropout` is the probability of dropping an attention weight, `softcap` the scores' limit (0: none). Raises
+    ValueError for what the backend does not have.
     """
-    queries, keys = q.size(2), k.size(2)
-    if backend == "reference":
-        mask = dense(causal, queries, keys, q.device) if mask is None else mask
-        return reference(q, k, v, mask, dropout)
+    queries, keys, shared = q.size(2), k.size(2), q.size(1) != k.size(1)
+    if backend == "auto" or backend == "flex" and queries < keys:  # Flex is for training
+        backend = "reference" if softcap else "sdpa"
     # `is_causal` aligns its triangle to the top left: right for T == S alone. A cache has fewer queries than
     # keys, and the newest query would see only the first key; one query sees everything and needs no mask at all.
-    if mask is None and 1 < queries < keys:
-        mask = dense(causal, queries, keys, q.device)
-    is_causal = mask is None and queries > 1
-    return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal, enable_gqa=q.size(1) != k.size(1))
+    if mask is None and (backend in ("flex", "reference") or 1 < queries < keys):
+        mask = make_mask(causal, backend, queries, keys, q.device)
+    if backend == "reference":
+        return reference(q, k, v, mask, dropout, softcap)
+    if (dropout if backend == "flex" else softcap):
+        raise ValueError("Flex has no dropout of its weights" if backend == "flex" else "SDPA has no soft-capping")
+    if backend == "flex":
+        def modify(score, b, h, q_idx, kv_idx):
+            return soft_cap(score, softcap)
+        return fused(flex_attention, q.device)(q, k, v, modify, mask, enable_gqa=shared)
+    with sdpa_kernel(KERNELS[backend]) if backend in KERNELS else contextlib.nullcontext():
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout, mask is None and queries > 1, enable_gqa=shared)
+
+
+def gradients(q, k, v, mask, backend, **options):
+    """What `attend` returns, where the inputs require gradients instead theirs, as a tuple."""
+    out = attend(q, k, v, mask, backend, **options)
+    return torch.autograd.grad(out, (q, k, v), torch.ones_like(out)) if out.requires_grad else (out,)
+
+
+def attempt(run):
+    """(seconds that a call of `run` takes once it is warm, ""), or (inf, why it cannot run)."""
+    from torch.utils.benchmark import Timer
+    with warnings.catch_warnings(record=True) as caught:  # SDPA says there what speaks against a kernel
+        warnings.simplefilter("always")
+        try:
+            return Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads()).timeit(3).median, ""
+        except (RuntimeError, ValueError) as error:
+            reasons = [*(str(warning.message) for warning in caught), str(error)]
+    reason = next(text for text in reasons if "because:" not in text and "runtime disabled" not in text)
+    return math.inf, reason.splitlines()[0].split(" (Triggered")[0].split(". ")[0].rstrip(".")
+
+
+def pick_backend(attention, sdpa, config, device, dtype):
+    """(backend for `attend`, a note that says which and why not another), by trying what --attention and --sdpa allow.
+
+    `config` has a model's sizes and masks. "auto" is Flex on CUDA if there is more than causal to do, then SDPA, then
+    the reference: the first that runs. SDPA's kernel is on CUDA flash or cuDNN, the faster one forward and backward.
+    Where SDPA refuses, it says why in warnings, and they become the reason. Raises ValueError with all if none runs.
+    """
+    cuda, found = device.type == "cuda", {}
+    flex = ["flex"] if cuda and (config.window or config.doc_start >= 0 or config.softcap) else []
+    names = {"auto": [*flex, *KERNELS, "reference"], "sdpa": [*KERNELS]}.get(attention, [attention])
+    tokens = torch.zeros(1, config.seq_len if cuda else 8, dtype=torch.int64, device=device)
+    q, k, v = (torch.zeros(1, heads, tokens.size(1), config.head_dim, device=device, dtype=dtype, requires_grad=True)
+               for heads in (config.n_head, config.n_kv_head, config.n_kv_head))
+    for name in names if sdpa == "auto" else {sdpa}.intersection(names):
+        found[name] = attempt(lambda: gradients(q, k, v, model_mask(tokens, None, config, name), name,
+                                                dropout=config.dropout, softcap=config.softcap))
+        if found[name][0] < math.inf and (name != "flash" or not cuda):
+            break
+    refused = {reason: name for name, (_, reason) in reversed(found.items()) if reason}  # one reason of many, said once
+    note = "".join(f", not {name}: {reason}" for reason, name in refused.items())
+    # Another one has to be a tenth faster than flash: measured again, when a run goes on, it should win or lose again.
+    best = min(found, key=lambda name: found[name][0] * (0.9 if name == "flash" else 1), default="")
+    if not best or found[best][0] == math.inf:
+        raise ValueError(f"--attention {attention} with --sdpa {sdpa} leaves no kernel{note}")
+    return best, f"attention {best}{note}"
 
 
 class KVCache:
-    """Keys and values of the tokens seen so far: for each of `layers`, tensors (B, K, S, D), made with the first keys.
+    """What later tokens need of the earlier ones: the newest `capacity` of each layer's keys and values, in order.
 
-    When more than S = `capacity` tokens have come, the newest overwrites the oldest (a ring): attention does not mind
-    the order of its keys, and RoPE has put the position into each of them. `padding` (B,) counts the filler tokens in
-    front of each prompt of a batch of unequal lengths; nobody looks at those.
+    A capacity of the model's window loses nothing, whether tokens come one at a time, in chunks, or in a prompt longer
+    than it. `padding` (B, 1) counts the filler tokens in front of each prompt of a batch of unequal lengths.
     """
 
-    def __init__(self, layers, capacity, padding=None):
-        self.keys, self.values = [None] * layers, [None] * layers
-        self.capacity, self.length, self.padding = capacity, 0, padding
+    def __init__(self, capacity, padding=0):
+        self.stored, self.capacity, self.length, self.padding = {}, capacity, 0, padding
 
-    def append(self, layer, k, v):
-        """Store k and v (B, K, T, D) of one layer; return all that is stored, (B, K, S, D)."""
-        start = self.length % self.capacity
-        end = start + k.size(2)
-        if end > self.capacity:
-            raise ValueError(f"{k.size(2)} tokens do not fit at position {start} of a cache of {self.capacity}: "
-                             "past its end, feed one token at a time")
-        if self.keys[layer] is None:  # only now the number of heads (tensor parallel) and dtype (autocast) are known
-            self.keys[layer], self.values[layer] = (x.new_zeros(*x.shape[:2], self.capacity, x.size(3)) for x in (k, v))
-        self.keys[layer][:, :, start:end] = k
-        self.values[layer][:, :, start:end] = v
-        stored = min(self.length + k.size(2), self.capacity)
-        return self.keys[layer][:, :, :stored], self.values[layer][:, :, :stored]
+    def advance(self, queries):
+        """`queries` more tokens come -> S, how many they may look at, themselves among them. Once a forward pass."""
+        self.length += queries
+        return min(self.length, self.capacity + queries - 1)
 
-    def mask(self, queries):
-        """Who may look at whom when `queries` more tokens come: bool (B, 1, T, S), or None where causal says it."""
-        if self.padding is None:
-            return None
-        total = self.length + queries
-        slot = torch.arange(min(total, self.capacity), device=self.padding.device)
-        position = total - 1 - (total - 1 - slot) % self.capacity  # of the token that each slot holds
-        query = torch.arange(self.length, total, device=slot.device)[:, None]  # (T, 1)
-        # A filler token sees itself, or its softmax over nothing would be NaN and spread.
-        seen = (position >= self.padding[:, None, None]) & (position <= query)  # (B, T, S)
-        return (seen | (position == query))[:, None]
+    def extend(self, name, new):
+        """Put `new` (..., T, D) behind what is stored under `name` -> what these T may look at, (..., S, D)."""
+        kept = torch.cat([self.stored.get(name, new[..., :0, :]), new], dim=-2)
+        self.stored[name] = kept[..., -(self.capacity + new.size(-2) - 1):, :]
+        return self.stored[name]
 
 
 def main():
-    """Print every backend's error and time for the causal mask: training, a decoding chunk, one new token."""
-    import timeit
-    print(f"{'backend':10s} {'dtype':9s} {'queries x keys':>14s} {'max error':>10s} {'ms':>8s}")
-    for queries, keys in [(512, 512), (16, 512), (1, 512)]:
-        q, k, v = (torch.randn(4, heads, n, 64) for heads, n in [(8, queries), (2, keys), (2, keys)])
-        truth = attend(q.double(), k.double(), v.double(), backend="reference")
-        for backend in "reference", "sdpa":
-            for dtype in torch.float32, torch.bfloat16:
-                inputs = [x.to(dtype) for x in (q, k, v)]
-                error = (attend(*inputs, backend=backend).double() - truth).abs().max().item()
-                elapsed = min(timeit.repeat(lambda: attend(*inputs, backend=backend), number=1, repeat=5))
-                print(f"{backend:10s} {str(dtype)[6:]:9s} {queries:7d} x {keys:4d} {error:10.1e} {1000 * elapsed:8.2f}")
+    """Print every backend's error, time and speed with every mask; on a CPU Flex is not compiled, and forward alone."""
+    from dataclasses import make_dataclass
+    from train import parse_args
+    parse_args(make_dataclass("Table", [], namespace={"__doc__": main.__doc__}), "attention.py")
+    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    dtype, T, size = (torch.bfloat16, 4096, 8192) if device.type == "cuda" else (torch.float32, 512, 1024)
+    matrix, ids = torch.randn(size, size, device=device, dtype=dtype), torch.arange(T, device=device)[None] * 4 // T
+    peak = 2 * size ** 3 / attempt(lambda: matrix @ matrix)[0]
+    print(f"{device.type}, {str(dtype)[6:]}, 8 heads x {T} x 64; a matrix product reaches {peak / 1e12:.2f} TFLOP/s")
+    masks = {"causal": causal, "window": and_masks(causal, sliding_window(T // 8)),
+             "document": and_masks(causal, document(ids)), "prefix": prefix_lm((ids == 0).sum(dim=1))}
+    for (name, rule), backward in itertools.product(masks.items(), (False, True)):
+        inputs = torch.randn(3, 1, 8, T, 64, device=device, dtype=dtype, requires_grad=backward).unbind()
+        allowed = make_mask(rule, "reference", T, T, device)
+        work = 4 * 8 * 64 * allowed.sum().item() * (3 if backward else 1)
+        truth = gradients(*(x.double() for x in inputs), allowed, "reference")
+        for backend in "reference", *KERNELS, "flex":
+            mask = None if name == "causal" and backend in KERNELS else make_mask(rule, backend, T, T, device)
+            elapsed, result = attempt(lambda: gradients(*inputs, mask, backend))
+            if not result:
+                error = max((a - b).abs().max().item() for a, b in zip(gradients(*inputs, mask, backend), truth))
+                speed = work / elapsed
+                result = f"{error:8.1e} {1e3 * elapsed:9.2f} ms {speed / 1e12:8.3f} TFLOP/s {speed / peak:4.0%}"
+            print(f"{name:9s} {'+backward' if backward else 'forward':9s} {backend:10s} {result}")
 
 
 if __name__ == "__main__":

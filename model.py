@@ -19,7 +19,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from attention import KVCache, attend
+from attention import KVCache, attend, model_mask, soft_cap
 
 # Logits of more bytes than this are made chunk by chunk. 8192 tokens x 50304 ids in fp32 are 1.6 GB, and the softmax's
 # backward doubles it; a chunk costs a second product with the head in the backward pass (a third of the head's work).
@@ -47,12 +47,21 @@ class ModelConfig:
     rope_theta: float = 10000.0
     rope_scaling: dict | None = None  # Llama 3's, see `rope_frequencies`
     dropout: float = 0.0
+    window: int = 0  # a token sees so many of the newest tokens, itself among them; 0: all
+    doc_start: int = -1  # the id that begins a document, to which attention keeps; -1: attention crosses documents
+    softcap: float = 0.0  # limit of the attention scores, s -> softcap tanh(s / softcap); 0: none
+    head_softcap: float = 0.0  # the same of the logits
 
     def __post_init__(self):
         """Derive what is zero; raise ValueError where the numbers do not make a network."""
-        for name in "vocab_size", "seq_len", "n_layer", "n_head", "n_embd":
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name} is {getattr(self, name)}, expected at least 1")
+        if self.doc_start is None:
+            raise ValueError("a mask of documents needs the id that begins one: \"eot\" of meta.json is null")
+        bounds = dict.fromkeys(("vocab_size", "seq_len", "n_layer", "n_head", "n_embd"), (1, math.inf))
+        # A window of seq_len would have no effect.
+        bounds.update(dropout=(0, 1), window=(0, self.seq_len), softcap=(0, math.inf), head_softcap=(0, math.inf))
+        for name, (low, high) in bounds.items():
+            if not low <= getattr(self, name) < high:
+                raise ValueError(f"{name} is {getattr(self, name)}, expected {low} <= {name} < {high}")
         if not self.head_dim and self.n_embd % self.n_head:
             raise ValueError(f"n_embd {self.n_embd} is not divisible by n_head {self.n_head}: "
                              f"take n_embd {self.n_embd // self.n_head * self.n_head or self.n_head}")
@@ -62,11 +71,8 @@ class ModelConfig:
             raise ValueError(f"n_head {self.n_head} is not a multiple of n_kv_head {self.n_kv_head}")
         if self.position == "rope" and self.head_dim % 2:
             raise ValueError(f"head width {self.head_dim} is odd: rotary positions turn pairs, take an even one")
-        if not 0 <= self.dropout < 1:
-            raise ValueError(f"dropout is {self.dropout}, expected 0 <= dropout < 1")
         # SwiGLU has three matrices where GELU has two: 8/3 C keeps the parameters of GPT-2's 4 C, 64 suits the kernels.
-        if not self.n_hidden:
-            self.n_hidden = 4 * self.n_embd if self.mlp == "gelu" else math.ceil(self.n_embd / 24) * 64
+        self.n_hidden = self.n_hidden or (4 * self.n_embd if self.mlp == "gelu" else math.ceil(self.n_embd / 24) * 64)
 
 
 GPT2 = dict(vocab_size=50257, seq_len=1024, norm="layernorm", position="learned", mlp="gelu", bias=True, tied=True,
@@ -128,26 +134,24 @@ class Attention(nn.Module):
 
     def __init__(self, config, layer, backend):
         super().__init__()
-        self.layer, self.backend, self.head_dim, self.dropout = layer, backend, config.head_dim, config.dropout
+        self.layer, self.backend, self.config, self.dropout = layer, backend, config, config.dropout
         C, D = config.n_embd, config.head_dim
         self.q = nn.Linear(C, config.n_head * D, bias=config.bias)
-        self.k = nn.Linear(C, config.n_kv_head * D, bias=config.bias)
-        self.v = nn.Linear(C, config.n_kv_head * D, bias=config.bias)
+        self.k, self.v = (nn.Linear(C, config.n_kv_head * D, bias=config.bias) for _ in range(2))
         self.o = nn.Linear(config.n_head * D, C, bias=config.bias)
-        self.q_norm = nn.RMSNorm(D, eps=config.norm_eps) if config.qk_norm else None
-        self.k_norm = nn.RMSNorm(D, eps=config.norm_eps) if config.qk_norm else None
+        self.q_norm, self.k_norm = (nn.RMSNorm(D, eps=config.norm_eps) if config.qk_norm else None for _ in range(2))
 
     def forward(self, x, rope=None, mask=None, cache=None):
         """x (B, T, C) -> (B, T, C). Heads are counted in the projection: tensor parallelism leaves a share of them."""
-        q, k, v = (project(x).unflatten(-1, (-1, self.head_dim)) for project in (self.q, self.k, self.v))
+        q, k, v = (project(x).unflatten(-1, (-1, self.config.head_dim)) for project in (self.q, self.k, self.v))
         if self.q_norm is not None:  # in the dtype of its weight: under autocast fp32, where q and k are bf16
             q, k = (norm(y.to(norm.weight.dtype)).type_as(v) for norm, y in ((self.q_norm, q), (self.k_norm, k)))
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))  # (B, H, T, D), (B, K, T, D), (B, K, T, D)
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
         if cache is not None:
-            k, v = cache.append(self.layer, k, v)  # (B, K, S, D)
-        y = attend(q, k, v, mask, self.backend, self.dropout if self.training else 0.0)
+            k, v = cache.extend(f"k{self.layer}", k), cache.extend(f"v{self.layer}", v)  # (B, K, S, D)
+        y = attend(q, k, v, mask, "auto" if cache else self.backend, self.dropout * self.training, self.config.softcap)
         return self.o(y.transpose(1, 2).flatten(2))
 
 
@@ -182,18 +186,19 @@ class Block(nn.Module):
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
-def summed_loss(x, weight, targets):
+def summed_loss(x, weight, targets, softcap=0.0):
     """Sum of the cross-entropies of logits x weight^T: x (N, C), weight (V, C), targets (N,) -> fp32 scalar."""
-    logits = F.linear(x, weight).float()  # (N, V): a softmax over 50,000 bf16 logits would lose three of its digits
+    # (N, V): a softmax over 50,000 bf16 logits would lose three of its digits
+    logits = soft_cap(F.linear(x, weight).float(), softcap)
     return F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
 
 
 class GPT(nn.Module):
     """tokens (B, T) -> logits (B, T, V), or with targets -> the sum of the losses."""
 
-    def __init__(self, config, backend="sdpa"):
+    def __init__(self, config, backend="auto"):
         super().__init__()
-        self.config = config
+        self.config, self.backend = config, backend
         self.embed = nn.Embedding(config.vocab_size, config.n_embd)
         self.position = nn.Embedding(config.seq_len, config.n_embd) if config.position == "learned" else None
         self.dropout = nn.Dropout(config.dropout)
@@ -239,17 +244,14 @@ class GPT(nn.Module):
         """tokens (B, T) -> the last norm's output (B, T, C). With a cache the tokens continue what is in it."""
         start = 0 if cache is None else cache.length
         positions = torch.arange(start, start + tokens.size(1), device=tokens.device)  # (T,)
-        mask = None if cache is None else cache.mask(tokens.size(1))
+        mask = model_mask(tokens, positions, self.config, self.backend if cache is None else "auto", cache)
         x = self.embed(tokens)  # (B, T, C)
         if self.position is not None:
-            if cache is not None and cache.padding is not None:  # each row counts from its own first real token
-                positions = (positions - cache.padding[:, None]).clamp(min=0)  # (B, T)
-            x = x + self.position(positions)
+            padding = 0 if cache is None else cache.padding  # each row counts from its own first real token
+            x = x + self.position((positions - padding).clamp(min=0))
         x, rope = self.dropout(x), self.rope(positions)
         for block in self.blocks:
             x = block(x, rope, mask, cache)
-        if cache is not None:
-            cache.length += tokens.size(1)
         return self.norm(x)
 
     def forward(self, tokens, targets=None, cache=None, last=False):
@@ -261,13 +263,13 @@ class GPT(nn.Module):
         x = self.hidden(tokens, cache)
         weight = self.embed.weight if self.head is None else self.head.weight  # (V, C)
         if targets is None:
-            return F.linear(x[:, -1:] if last else x, weight)
+            return soft_cap(F.linear(x[:, -1:] if last else x, weight), self.config.head_softcap)
         x, targets = x.flatten(0, 1), targets.flatten()  # (N, C), (N,)
         rows = max(1, CHUNK_BYTES // (4 * weight.size(0)))
         if len(x) <= rows:
-            return summed_loss(x, weight, targets)
+            return summed_loss(x, weight, targets, self.config.head_softcap)
         # Each chunk's logits live only while its loss, or later its gradient, is computed.
-        return sum(checkpoint(summed_loss, some, weight, wanted, use_reentrant=False)
+        return sum(checkpoint(summed_loss, some, weight, wanted, self.config.head_softcap, use_reentrant=False)
                    for some, wanted in zip(x.split(rows), targets.split(rows)))
 
     def num_params(self):
@@ -277,12 +279,15 @@ class GPT(nn.Module):
     def flops_per_token(self, seq_len):
         """FLOPs a trained token costs, forward and backward: 6 per parameter in a matrix product, and causal attention.
 
-        Attention: q k^T and weights v are 4 H D S FLOPs a query, tripled by the backward pass; half the scores are
-        masked (PaLM, Chowdhery et al. 2022, appendix B, with the causal half).
+        Attention: q k^T and weights v are 4 H D FLOPs for each key that a query sees, tripled by the backward pass.
+        That is half the keys (PaLM, Chowdhery et al. 2022, appendix B, with the causal half), or a window's; masks of
+        documents, which follow from the data, are not counted off.
         """
+        window = min(self.config.window or seq_len, seq_len)
+        keys = window - window ** 2 / (2 * seq_len)  # on average; the first `window` queries see half of it
         tables = {"position.weight"} | ({"embed.weight"} if self.head else set())  # looked up, not multiplied
         matrices = sum(p.numel() for name, p in self.named_parameters() if p.dim() == 2 and name not in tables)
-        return 6 * matrices + 6 * self.config.n_layer * self.config.n_head * self.config.head_dim * seq_len
+        return 6 * matrices + 12 * self.config.n_layer * self.config.n_head * self.config.head_dim * keys
 
     @torch.no_grad()
     def stream(self, prompts, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, stop=None):
@@ -295,17 +300,15 @@ class GPT(nn.Module):
         longest, limit = max(map(len, prompts)), self.config.seq_len
         if not min(map(len, prompts)):
             raise ValueError("a prompt is empty: give at least one token, for example the end-of-text id")
-        total = longest + max_new_tokens
-        if longest > limit or self.position is not None and total > limit:
+        if longest > limit or self.position is not None and longest + max_new_tokens > limit:
             raise ValueError(f"prompt of {longest} and {max_new_tokens} new tokens: this model sees {limit} tokens"
                              + (", its learned positions end there" if longest <= limit else ", shorten the prompt"))
-        device = self.embed.weight.device
         # (B, T): shorter prompts are filled up in front, so that all end together
-        tokens = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=device)
-        padding = torch.tensor([longest - len(p) for p in prompts], device=device)
-        cache = KVCache(self.config.n_layer, min(total, limit), padding if padding.any() else None)
-        generator = None if seed is None else torch.Generator(device).manual_seed(seed)
-        done = torch.zeros(len(prompts), dtype=torch.bool, device=device)
+        tokens = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=self.embed.weight.device)
+        padding = torch.tensor([[longest - len(p)] for p in prompts], device=tokens.device)  # (B, 1)
+        cache = KVCache(self.config.window or limit, padding if padding.any() else 0)
+        generator = None if seed is None else torch.Generator(tokens.device).manual_seed(seed)
+        done = torch.zeros(len(prompts), dtype=torch.bool, device=tokens.device)
         for _ in range(max_new_tokens):
             logits = self(tokens, cache=cache, last=True)[:, 0].float()  # (B, V)
             tokens = pick(logits, temperature, top_k, top_p, generator)  # (B, 1)
@@ -316,9 +319,8 @@ class GPT(nn.Module):
 
     def generate(self, prompts, max_new_tokens, **options):
         """The new tokens of each prompt, a list of B lists of ids (`stop` excluded); options as for `stream`."""
-        columns = zip(*self.stream(prompts, max_new_tokens, **options))
-        stop = options.get("stop")
-        return [[token for token in column if token is not None and token != stop] for column in columns]
+        columns, ends = zip(*self.stream(prompts, max_new_tokens, **options)), (None, options.get("stop"))
+        return [[token for token in column if token not in ends] for column in columns]
 
 
 def pick(logits, temperature, top_k, top_p, generator):

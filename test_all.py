@@ -42,14 +42,17 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # models this small gain nothing 
 import numpy as np
 import torch
 from torch import nn
+from torch.nn.attention import flex_attention
+from torch.nn.attention.flex_attention import and_masks, or_masks
 
+import attention
 import checkpoint
 import data
 import distributed
 import model as model_file
 import profile
 import train as train_file
-from attention import KVCache, attend
+from attention import KVCache, attend, sliding_window
 from checkpoint import Checkpointer
 from model import GPT, PRESETS, ModelConfig
 from train import TrainConfig, learning_rate
@@ -65,7 +68,7 @@ SHAPES = {
 }
 
 
-def tiny(backend="sdpa", initial=False, **fields):
+def tiny(backend="auto", initial=False, **fields):
     """A GPT of a few thousand random parameters; `initial` gives it the initial weights of training."""
     config = ModelConfig(**dict(dict(vocab_size=64, seq_len=16, n_layer=2, n_head=4, n_embd=64), **fields))
     model = GPT(config, backend)
@@ -134,38 +137,103 @@ def wait_for(condition, seconds=60):
 
 # ---- attention -------------------------------------------------------------------------------------------------------
 
-def test_attention_backends_agree_with_brute_force():
-    """Both backends equal the formula written as a loop, for GQA, odd lengths and fewer queries than keys."""
+def brute_force(q, k, v, allowed, cap):
+    """Attention as loops over batch, head and query; `allowed(b, h, t, s)` on plain integers says who sees whom."""
+    (batch, heads, queries, width), (shared, keys) = q.shape, k.shape[1:3]
+    out = []
+    for b, h, t in itertools.product(range(batch), range(heads), range(queries)):
+        seen = [s for s in range(keys) if allowed(b, h, keys - queries + t, s)]
+        scores = k[b, h * shared // heads, seen] @ q[b, h, t] / width ** 0.5
+        scores = cap * torch.tanh(scores / cap) if cap else scores
+        out.append(scores.softmax(0) @ v[b, h * shared // heads, seen])
+    return torch.stack(out).view(q.shape)
+
+
+def masks_of(length):
+    """Name -> (predicate, the same on integers): attention.py's, combinations, one of a user who thinks of heads."""
+    ids = (torch.arange(length) % 5 == torch.tensor([[3], [4]])).cumsum(1)  # documents of 5, cut elsewhere in each row
+    prefix = torch.tensor([3, 0])
+    window, documents, prefixed = sliding_window(3), attention.document(ids), attention.prefix_lm(prefix)
+    return {
+        "causal": (attention.causal, lambda b, h, t, s: s <= t),
+        "window": (and_masks(attention.causal, window), lambda b, h, t, s: t - 2 <= s <= t),
+        "document": (and_masks(attention.causal, documents), lambda b, h, t, s: s <= t and ids[b, s] == ids[b, t]),
+        "prefix": (prefixed, lambda b, h, t, s: s <= t or s < prefix[b]),
+        "both": (and_masks(attention.causal, window, documents),
+                 lambda b, h, t, s: t - 2 <= s <= t and ids[b, s] == ids[b, t]),
+        "any": (or_masks(and_masks(attention.causal, window), prefixed), lambda b, h, t, s: s <= t or s < prefix[b]),
+        "user": (lambda b, h, q_idx, kv_idx: (q_idx - kv_idx) % (h + 2) == 0,
+                 lambda b, h, t, s: (t - s) % (h + 2) == 0),
+    }
+
+
+@mock.patch.object(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)  # half a second a call otherwise
+def test_every_mask_on_every_backend_equals_brute_force():
+    """Outputs and gradients, for GQA, odd lengths, fewer queries than keys, soft-capped scores, fp32 and bf16."""
     torch.manual_seed(0)
-    for queries, keys, heads, shared in [(7, 7, 4, 4), (9, 9, 4, 2), (3, 11, 6, 2), (1, 8, 4, 1)]:
+    for queries, keys, heads, shared in [(9, 9, 4, 2), (33, 33, 2, 1), (3, 8, 6, 2), (1, 11, 3, 3)]:
         sizes = [(heads, queries), (shared, keys), (shared, keys)]
-        q, k, v = (torch.randn(2, h, n, 8, dtype=torch.double) for h, n in sizes)
-        expected = torch.zeros_like(q)
-        for b in range(2):
-            for h in range(heads):
-                for t in range(queries):
-                    seen = keys - queries + t + 1
-                    scores = k[b, h * shared // heads, :seen] @ q[b, h, t] / 8 ** 0.5
-                    expected[b, h, t] = scores.softmax(0) @ v[b, h * shared // heads, :seen]
-        for backend in "sdpa", "reference":
-            assert (attend(q, k, v, backend=backend) - expected).abs().max() < 1e-12, (backend, queries, keys)
+        q, k, v = (torch.randn(2, h, n, 8, requires_grad=True) for h, n in sizes)
+        for (name, (predicate, allowed)), cap in itertools.product(masks_of(keys).items(), (0.0, 0.7)):
+            if cap and name != "both":
+                continue
+            expected = brute_force(q, k, v, allowed, cap)
+            slopes = torch.autograd.grad(expected.square().sum(), (q, k, v))
+            for backend in "auto", "reference", "sdpa", "flash", "math", "flex":
+                mask = attention.make_mask(predicate, backend, queries, keys, q.device, batch=2, heads=heads)
+                where = backend, name, cap, queries, keys
+                if cap and backend in ("sdpa", "flash", "math"):
+                    fails(ValueError, "SDPA soft-capping", attend, q, k, v, mask, backend, 0.0, cap)
+                    continue
+                with torch.no_grad():
+                    half = attend(*(x.bfloat16() for x in (q, k, v)), mask, backend, softcap=cap)
+                    assert half.dtype == torch.bfloat16 and (half - expected).abs().max() < 0.05, where
+                    found = attend(*(x.detach() for x in (q, k, v)), mask, backend, softcap=cap)
+                assert (found - expected).abs().max() < 1e-5, where
+                if backend != "flex":  # torch has no backward pass of it on a CPU
+                    found = attend(q, k, v, mask, backend, softcap=cap)
+                    for slope, other in zip(slopes, torch.autograd.grad(found.square().sum(), (q, k, v))):
+                        assert (slope - other).abs().max() < 1e-4, where
+                if name == "causal":
+                    plain = attend(q.detach(), k.detach(), v.detach(), None, backend)
+                    assert (plain - expected).abs().max() < 1e-5, where
+    fails(ValueError, "Flex dropout", attend, k, k, k, None, "flex", 0.1)
 
 
 def test_cached_logits_equal_uncached():
-    """One token at a time, in chunks, and for prompts of unequal length, with RoPE and with learned positions."""
-    for fields in dict(n_kv_head=2, qk_norm=True), dict(tied=True, **SHAPES["gpt2"]):
-        model = tiny(**fields).eval()
+    """One token at a time, in chunks, prompts longer than the window or of unequal length; RoPE, learned, all masks."""
+    masks = [{}, dict(window=4), dict(doc_start=7), dict(window=4, doc_start=7, softcap=1.0, head_softcap=2.0)]
+    shapes = dict(n_kv_head=2, qk_norm=True), dict(tied=True, **SHAPES["gpt2"])
+    for shape, mask in itertools.product(shapes, masks):
+        model = tiny(**shape, **mask).eval()
         tokens = torch.randint(64, (2, 12))
+        tokens[0, 5] = tokens[1, 1] = tokens[1, 9] = 7
         with torch.no_grad():
             whole = model(tokens)
-            for chunk in 1, 5:
-                cache = KVCache(model.config.n_layer, 12)
-                pieces = torch.cat([model(piece, cache=cache) for piece in tokens.split(chunk, dim=1)], dim=1)
-                assert (pieces - whole).abs().max() < 1e-5, chunk
-            cache = KVCache(model.config.n_layer, 15, padding=torch.tensor([3, 0]))
+            for sizes in [1] * 12, [5, 5, 2], [9, 1, 1, 1], [7, 5]:
+                cache = KVCache(mask.get("window", 12))
+                pieces = torch.cat([model(piece, cache=cache) for piece in tokens.split(sizes, dim=1)], dim=1)
+                assert (pieces - whole).abs().max() < 1e-5, (mask, sizes)
+                kept = max(x.size(-2) for x in cache.stored.values())
+                assert kept <= cache.capacity + sizes[-1] - 1, "a cache must not outgrow its window"
+            cache = KVCache(mask.get("window", 15), padding=torch.tensor([[3], [0]]))
             padded = torch.cat([nn.functional.pad(tokens[:1], (3, 0)), torch.randint(64, (1, 15))])
             shifted = torch.cat([model(piece, cache=cache) for piece in padded.split(6, dim=1)], dim=1)[0, 3:]
-            assert (shifted - whole[0]).abs().max() < 1e-5
+            assert (shifted - whole[0]).abs().max() < 1e-5, mask
+
+
+def test_attention_keeps_to_its_document_and_its_window():
+    """Another token in document 1 moves the logits of document 2 by exactly 0; so beyond the window, in one layer."""
+    for backend in "sdpa", "reference", "math":
+        tokens = torch.randint(8, 64, (2, 16))
+        tokens[:, 0] = tokens[0, 6] = tokens[1, 9] = 7
+        other = tokens.clone()
+        other[:, 3] = (other[:, 3] + 1) % 56 + 8
+        moved = tiny(backend, doc_start=7)(tokens) - tiny(backend, doc_start=7)(other)
+        assert moved[0, 3:6].abs().amin(dim=0).max() > 0 and not moved[0, 6:].any() and not moved[1, 9:].any()
+        assert moved[1, 3:9].any() and (tiny(backend)(tokens) - tiny(backend)(other))[0, 6:].any()
+        moved = tiny(backend, window=4, n_layer=1)(tokens) - tiny(backend, window=4, n_layer=1)(other)
+        assert all(moved[:, t].any() for t in range(3, 7)) and not moved[:, 7:].any() and not moved[:, :3].any()
 
 
 def test_generation_goes_on_past_the_context_or_says_so():
@@ -293,6 +361,17 @@ def test_positions_are_relative_with_rope():
     assert max(scores) - min(scores) < 1e-4
 
 
+def test_flops_of_a_window_are_those_of_its_keys():
+    """The formula's mean number of keys is the mask's, to half a key."""
+    for window in 1, 5, 15:
+        model, plain = tiny(window=window), tiny()
+        rule = and_masks(attention.causal, sliding_window(window))
+        mask = attention.make_mask(rule, "sdpa", 16, 16, torch.device("cpu"))
+        per_key = 12 * model.config.n_layer * model.config.n_embd
+        keys = 8 - (plain.flops_per_token(16) - model.flops_per_token(16)) / per_key
+        assert abs(keys - mask.sum().item() / 16) <= 0.5, (window, keys)
+
+
 def test_flops_per_token_match_the_counter():
     """6 per parameter in a matrix product, and attention: what torch's counter sees on the plain backend."""
     from torch.utils.flop_counter import FlopCounterMode
@@ -382,6 +461,43 @@ def test_compiled_equals_eager_without_graph_breaks(backend="aot_eager"):
         results.append((loss.item(), model.embed.weight.grad.clone()))
     (eager, grad), (compiled, other) = results
     assert abs(compiled / eager - 1) < 1e-5 and (grad - other).abs().max() < 1e-4 * grad.abs().max()
+
+
+def test_slow_masks_leave_two_compiled_graphs():
+    """Fifty steps, five evaluations, a sample: one graph for training, one without gradients. Flex: the same."""
+    from torch._dynamo.testing import CompileCounterWithBackend
+    for backend in "auto", "flex":
+        torch._dynamo.reset()
+        model = tiny(backend, n_layer=1, window=4, doc_start=7, softcap=2.0)
+        plain = tiny(n_layer=1, window=4, doc_start=7, softcap=2.0)
+        counter = CompileCounterWithBackend("eager")
+        compiled = torch.compile(model, backend=counter, fullgraph=True)
+        for step in range(50):
+            tokens = torch.randint(64, (2, 17))
+            tokens[:, step % 16] = 7
+            x, y = tokens[:, :-1], tokens[:, 1:]
+            if backend == "auto":  # Flex has no backward pass on a CPU
+                compiled(x, y).backward()
+            if step % 10 == 0:
+                with torch.no_grad():
+                    assert abs(compiled(x, y) / plain(x, y) - 1) < 1e-5
+        with torch.compiler.set_stance("force_eager"):
+            model.generate([[1, 2, 3]], 10)
+        with torch.no_grad():
+            compiled(x, y)
+        assert counter.frame_count <= 2, counter.frame_count
+
+
+def test_slow_flex_compiled_on_a_cpu():
+    """What runs on CUDA outside a compiled model, as far as a CPU can: block mask and kernel by inductor, forward."""
+    if not train_file.pick_compile("on", torch.device("cpu"))[0]:
+        raise Skip("torch.compile needs a C++ compiler")
+    plain, fused = (tiny(backend, window=4, doc_start=7, softcap=2.0) for backend in ("reference", "flex"))
+    with torch.no_grad(), mock.patch.object(attention, "fused", lambda function, device: attention.compiled(function)):
+        for place in 3, 5:
+            tokens = torch.randint(8, 64, (2, 16))
+            tokens[:, place] = 7
+            assert (fused(tokens) - plain(tokens)).abs().max() < 1e-5
 
 
 def test_slow_compiled_by_inductor():
@@ -582,6 +698,11 @@ def test_wrong_input_to_training_is_one_line():
                 (["--micro_batch=3"], 2, "--micro_batch 3 --batch_size 8 take"), (["--fsdp"], 2, "--fsdp torchrun"),
                 (["--tp=2"], 2, "--tp 2 torchrun"), (["--timeout=9"], 2, "--timeout 9 torchrun"),
                 (["--replicas=2"], 2, "--replicas 2"),
+                (["--attention=flex"], 1, "--attention flex CPU"), (["--sdpa=cudnn"], 1, "--sdpa cudnn"),
+                (["--attention=sdpa", "--softcap=9"], 1, "--attention sdpa soft-capping"),
+                (["--attention=reference", "--sdpa=math"], 1, "--attention reference --sdpa math"),
+                (["--window=-1"], 2, "window -1"), (["--window=32"], 2, "window 32 < 32"),
+                (["--softcap=nan"], 2, "softcap nan"),
                 (["--data=nowhere"], 1, "nowhere data.py"), (["--seq_len=100000"], 1, "--seq_len 100000"),
                 ([f"--out={d}/file"], 1, "file"), (["--resume=7"], 1, "7")]:
             code, output = exit_of(lambda: train_here(*flags, *wrong, catch=False))
@@ -1723,7 +1844,8 @@ def test_slow_elastic():
 def shaped(shape, tied, nano=False):
     """A GPT of 2 layers with 2 key/value heads, `nano` or smaller; no number of processes divides its vocabulary."""
     sizes = dict(vocab_size=257, seq_len=64, n_embd=128) if nano else dict(vocab_size=67, seq_len=16, n_embd=32)
-    return ModelConfig(n_layer=2, n_head=4, n_kv_head=2, tied=tied, **sizes, **SHAPES[shape])
+    masked = dict(SHAPES["llama"], window=5, doc_start=3, softcap=2.0, head_softcap=4.0)
+    return ModelConfig(n_layer=2, n_head=4, n_kv_head=2, tied=tied, **sizes, **dict(SHAPES, masked=masked)[shape])
 
 
 def meta(config):
@@ -1886,10 +2008,11 @@ def muon_of(raw):
 
 
 def test_law_1_two_processes():
-    """DDP, FSDP2 and tensor parallel equal one process; the planner's parameters and moments are the real bytes."""
+    """DDP, FSDP2, tensor parallel equal one process, also with masks; the planner's parameters and moments are real."""
     layouts = [dict(replicate=2), dict(shard=2), dict(tp=2)]
-    found = check_layouts(2, layouts, [("llama", True, dict(optimizer="muon")), ("gpt2", False, {})])
-    for layout, flags, *runs in zip(layouts, (dict(), dict(fsdp=True), dict(tp=2)), found[::2], found[1::2]):
+    found = check_layouts(2, layouts, [("llama", True, dict(optimizer="muon")), ("gpt2", False, {}),
+                                        ("masked", True, dict(activation_checkpoint="selective", steps=2))])
+    for layout, flags, *runs in zip(layouts, (dict(), dict(fsdp=True), dict(tp=2)), found[::3], found[1::3]):
         for now, shape, optimizers in zip(runs, ("llama", "gpt2"), (muon_of, adamw_of)):
             predicted = distributed.plan(lambda: meta(shaped(shape, shape == "llama")), optimizers, gpus=2, seq_len=16,
                                          **flags)["memory"]
@@ -1932,6 +2055,7 @@ def test_slow_law_1_compiled():
     compiled = with_options([("llama", True, {}), ("gpt2", False, dict(activation_checkpoint="block"))], compile=True)
     check_layouts(2, TWO, compiled)
     check_layouts(4, FOUR[2:], compiled[:1])
+    check_layouts(2, TWO[1:2], [("masked", True, dict(compile=True, steps=2))])
 
 
 def worker_manners(_):

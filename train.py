@@ -33,6 +33,7 @@ import checkpoint
 import data
 import distributed
 import profile
+from attention import pick_backend
 from model import GPT, PRESETS, ModelConfig
 
 
@@ -69,7 +70,12 @@ class TrainConfig:
     timeout: Annotated[int | None, "seconds that processes wait for one another before the job fails (600)"] = None
     activation_checkpoint: Annotated[Literal["none", "block", "selective"],
                                      "recompute in backward; selective keeps matmul and attention outputs"] = "none"
-    attention: Annotated[Literal["sdpa", "reference"], "kernel; reference: the textbook formula, for learning"] = "sdpa"
+    attention: Annotated[Literal["auto", "sdpa", "flex", "reference"], "reference: the textbook formula"] = "auto"
+    sdpa: Annotated[Literal["auto", "flash", "cudnn", "efficient", "math"], "auto: the faster"] = "auto"
+    window: Annotated[int | None, "attention sees so many of the newest tokens; default: all"] = None
+    doc_mask: Annotated[bool, "attention keeps to its document, which an end-of-text token begins"] = False
+    softcap: Annotated[float | None, "limit of the attention scores, by tanh; Gemma 2 has 50"] = None
+    head_softcap: Annotated[float | None, "limit of the logits, by tanh; Gemma 2 has 30"] = None
     save_every: Annotated[int, "steps between checkpoints; 0: only at the end"] = 100
     keep: Annotated[int, "newest checkpoints to keep"] = 2
     keep_every: Annotated[int, "also keep each checkpoint whose step this divides; 0: none"] = 0
@@ -129,14 +135,13 @@ def parse_args(kind, prog, argv=None):
         parser.error(str(error))
 
 
-def model_config(config, vocab_size):
+def model_config(config, vocab_size, eot=0):
     """The ModelConfig of preset and flags; raises ValueError where they do not make a network."""
-    fields = dict(PRESETS[config.model], vocab_size=vocab_size)
-    fields["seq_len"] = config.seq_len or min(fields["seq_len"], 4096)
-    for name in "n_layer", "n_head", "n_kv_head", "n_embd", "dropout":
-        if getattr(config, name) is not None:
-            fields[name] = getattr(config, name)
-    return ModelConfig(**fields)
+    fields = dict(PRESETS[config.model], vocab_size=vocab_size, doc_start=eot if config.doc_mask else -1)
+    fields["seq_len"] = min(fields["seq_len"], 4096)
+    # Flags and fields of the model have the same names.
+    given = {name: value for name, value in vars(config).items() if hasattr(ModelConfig, name) and value is not None}
+    return ModelConfig(**fields | given)
 
 
 def learning_rate(step, config, peak):
@@ -288,15 +293,16 @@ def setup(config, world, micro_batch):
     run = SimpleNamespace(config=config, world=world, say=say, micro_batch=micro_batch, skipped=0, unsaved=False)
     run.dataset = data.TokenDataset(config.data, "train", fields.seq_len, config.seed)
     run.validation = data.TokenDataset(config.data, "val", fields.seq_len)
-    fields = model_config(config, run.dataset.meta["vocab_size"])
+    fields = model_config(config, run.dataset.meta["vocab_size"], run.dataset.meta["eot"])
     run.note = dict(config=dataclasses.asdict(config), model=dataclasses.asdict(fields),
                     tokenizer=run.dataset.meta["tokenizer"], data=os.path.abspath(config.data))
     resumed = open_run(run)
 
     dtype, why_dtype = pick_dtype(config.dtype, world.device)
     compiled, why_compile = pick_compile(config.compile, world.device)
+    backend, note = pick_backend(config.attention, config.sdpa, fields, world.device, dtype)
     with torch.device("meta"):
-        run.raw = GPT(fields, config.attention)
+        run.raw = GPT(fields, backend)
     run.model = distributed.parallelize(
         run.raw, world, param_dtype=dtype, activation_checkpoint=config.activation_checkpoint, compile=compiled,
         seed=config.seed, reshard_after_forward=config.reshard)
@@ -318,7 +324,8 @@ def setup(config, world, micro_batch):
 
     say(f"data      {config.data}: {run.dataset.tokens:,} tokens to train on, {run.validation.tokens:,} to validate, "
         f"tokenizer {run.note['tokenizer']} of {fields.vocab_size:,}")
-    say(f"model     {config.model}: {run.raw.num_params():,} parameters, {fields.n_layer} layers x {fields.n_embd}")
+    say(f"model     {config.model}: {run.raw.num_params():,} parameters, {fields.n_layer} layers x {fields.n_embd}, "
+        f"{note}")
     say(f"batch     {config.batch_size} sequences = {world.data_size} processes x {run.accumulation} micro-batches x "
         f"{micro_batch}, each of {fields.seq_len} tokens")
     say(f"machine   {world.size} x {world.device.type}, {str(dtype)[6:]} ({why_dtype}), compile {why_compile}, "
