@@ -75,11 +75,13 @@ class TrainConfig:
     eval_every: Annotated[int, "steps between evaluations; 0: only at the end"] = 100
     eval_tokens: Annotated[int, "tokens of an evaluation; 0: the whole validation split"] = 2 ** 16
     log_every: Annotated[int, "steps between printed lines"] = 10
+    profile: Annotated[bool, "trace three steps into OUT/profile and say where their time went"] = False
+    peak_tflops: Annotated[float | None, "what MFU is measured against; default: data sheet, or measured"] = None
 
     def __post_init__(self):
         """Refuse what cannot work, before anything is read or started."""
         least = dict(steps=1, batch_size=1, keep=1, log_every=1, micro_batch=1, seq_len=2, warmup=0, weight_decay=0,
-                     grad_clip=0, save_every=0, eval_every=0, eval_tokens=0, seed=0)
+                     grad_clip=0, save_every=0, eval_every=0, eval_tokens=0, seed=0, peak_tflops=0.001)
         for name, value in least.items():
             if getattr(self, name) is not None and not getattr(self, name) >= value:
                 raise ValueError(f"--{name} is {getattr(self, name)}, expected at least {value}")
@@ -304,7 +306,7 @@ def setup(config, world, micro_batch):
         content = dict(config=dataclasses.asdict(config), model=dataclasses.asdict(fields),
                        tokenizer=dataset.meta["tokenizer"])
         write_whole(Path(config.out, "config.json"), json.dumps(content, indent=2) + "\n")
-    peak, source = profile.peak_flops(world.device, dtype)
+    peak, source = profile.peak_flops(world.device, dtype, config.peak_tflops)
     accumulation = config.batch_size // world.data_size // micro_batch
 
     say(f"data      {config.data}: {dataset.tokens:,} tokens to train on, {validation.tokens:,} to validate, "
@@ -320,6 +322,7 @@ def setup(config, world, micro_batch):
         config=config, world=world, say=say, dataset=dataset, validation=validation, micro_batch=micro_batch,
         accumulation=accumulation, raw=raw, model=model, optimizers=optimizers, scaler=scaler, peak_lr=peak_lr,
         step=step, checkpointer=checkpointer, unsaved=False,
+        profiler=profile.Profiler(config.profile and Path(config.out, "profile"), world.device, world.rank, say),
         meter=profile.Meter(raw.flops_per_token(fields.seq_len), peak * world.size, world.device),
         metrics=open_metrics(Path(config.out, "metrics.jsonl"), step) if world.writer else None,
         # FSDP2 hands its modules weights that are in `dtype` already.
@@ -360,26 +363,29 @@ def optimizer_step(run, batches, step):
     """One optimizer step on one global batch -> (loss, gradient norm), fp32 tensors that nobody has waited for yet."""
     rate = learning_rate(step, run.config, run.peak_lr)
     torch.manual_seed(data.mix(run.config.seed, step, run.world.data_rank))  # dropout
-    micro = [run.meter.wait(batches) for _ in range(run.accumulation)]
-    targets = run.world.sum(sum((y != -100).sum() for _, y in micro))  # of the whole global batch
+    with run.profiler.region("data"):
+        micro = [run.meter.wait(batches) for _ in range(run.accumulation)]
+        targets = run.world.sum(sum((y != -100).sum() for _, y in micro))  # of the whole global batch
     total = torch.zeros((), device=run.world.device)
     for i, (x, y) in enumerate(micro):
         distributed.accumulate(run.model, last=i == run.accumulation - 1)
-        with run.autocast:
+        with run.profiler.region("forward"), run.autocast:
             # The wrappers average gradients over the data ranks: times their number, the mean is the sum again.
             loss = run.model(x, y) * (run.world.data_size / targets)
-        run.scaler.scale(loss).backward()
-        total += loss.detach()
-    for optimizer in run.optimizers:
-        run.scaler.unscale_(optimizer)
-    distributed.agree(run.scaler, run.optimizers)  # before clipping, which spreads one inf or NaN to all gradients
-    norm = distributed.clip_grad_norm(run.raw.parameters(), run.config.grad_clip)
-    for optimizer in run.optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] = rate
-        run.scaler.step(optimizer)
-        optimizer.zero_grad()
-    run.scaler.update()
+        with run.profiler.region("backward"):
+            run.scaler.scale(loss).backward()
+            total += loss.detach()
+    with run.profiler.region("optimizer"):
+        for optimizer in run.optimizers:
+            run.scaler.unscale_(optimizer)
+        distributed.agree(run.scaler, run.optimizers)  # before clipping, which spreads one inf or NaN to all gradients
+        norm = distributed.clip_grad_norm(run.raw.parameters(), run.config.grad_clip)
+        for optimizer in run.optimizers:
+            for group in optimizer.param_groups:
+                group["lr"] = rate
+            run.scaler.step(optimizer)
+            optimizer.zero_grad()
+        run.scaler.update()
     return run.world.sum(total) / run.world.data_size, norm
 
 
@@ -437,7 +443,8 @@ def save(run, step):
                  tokenizer=run.dataset.meta["tokenizer"], data=os.path.abspath(run.config.data),
                  scaler=run.scaler.state_dict(), tokens=step * run.config.batch_size * run.raw.config.seq_len)
     run.unsaved = False
-    guard(run, run.checkpointer.save, step, run.raw, run.optimizers, extra)
+    with run.profiler.region("checkpoint"):
+        guard(run, run.checkpointer.save, step, run.raw, run.optimizers, extra)
 
 
 def guard(run, write, *args):
@@ -479,7 +486,8 @@ def train(config):
         run = setup(config, world, micro_batch)
     except (ValueError, OSError, ImportError) as error:
         raise SystemExit(f"train.py: {error}") from None
-    code = loop(run)
+    with run.profiler:
+        code = loop(run)
     del run  # the process group is left without a model, see `stop`
     distributed.stop(world)
     return code
@@ -494,6 +502,7 @@ def loop(run):
     run.meter.start()
     while step < config.steps and not stopping:
         loss, norm = optimizer_step(run, batches, step)
+        run.profiler.step()
         step += 1
         pending.append((step, loss, norm, time.perf_counter() - STARTED))
         stopping = run.world.any(bool(signals))  # a signal may have reached one process alone
