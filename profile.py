@@ -196,11 +196,12 @@ def summarize(events):
     spent = collections.Counter()
     for event in device or host:
         spent[event.name] += event.time_range.elapsed_us() if device else event.self_cpu_time_total
-    _, diagnosis = max(
+    # In this order: what waits for data or messages is idle, too.
+    diagnosis = next(text for share, text in (
         (shares["data"], "data-bound: put --data on a faster disk"),
         (exposed, "communication-bound: take a larger --batch_size, and neither --fsdp nor --tp if it fits without"),
-        (idle - shares["data"] - shares["checkpoint"], "small kernels: take --compile on or a larger --micro_batch"),
-        (0.2, "compute-bound: take --dtype bf16 where it is fast, --compile on, or more processes"))
+        (idle - shares["checkpoint"], "small kernels: take --compile on or a larger --micro_batch"),
+        (1, "compute-bound: take --dtype bf16 where it is fast, --compile on, or more processes")) if share > 0.2)
     return [
         f"{SCHEDULE['active']} steps of {duration / SCHEDULE['active'] / 1e3:,.1f} ms: "
         + ", ".join(f"{name} {time:.1%}" for name, time in shares.items()) + f", other {1 - sum(shares.values()):.1%}",
@@ -256,7 +257,7 @@ def main():
             print(json.dumps(row) if config.json else "  ".join(f"{name} {part:<6.6}" for name, part in row.items()))
             del run, batches
             train.distributed.stop(world)  # frees the model and what was compiled of it
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, OSError, ImportError, train.torch.OutOfMemoryError) as error:
         sys.exit(f"profile.py: {error}")
 
 
