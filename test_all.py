@@ -680,7 +680,7 @@ def test_benchmark_of_a_step():
         output = run_python(profile.__file__, *flags)
         rows = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
         assert len({(row["activation_checkpoint"], row["loss_chunks"]) for row in rows}) == len(rows) == 4, output
-        assert all(row["mfu"] > 0 and row["tokens_per_s"] > 0 for row in rows) and "compiled rows: off" in output, output
+        assert "compiled rows: off" in output and all(row["tokens_per_s"] > 0 < row["mfu"] for row in rows), output
         assert not (d / "out").exists()
 
 
