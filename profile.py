@@ -111,7 +111,7 @@ SCHEDULE = dict(wait=5, warmup=2, active=3)
 class Profiler:
     """torch.profiler over a few steps of a run, see SCHEDULE; without a `folder` the same calls do nothing.
 
-    Use it as the context of the training loop, call `step()` after each optimizer step, and name what a step does by
+    Use it as the context of the training loop, call `step()` at the end of each turn, and name what a step does by
     `region(name)`. Each process writes trace_rank0.json.gz (for ui.perfetto.dev) and on CUDA, when the run ends, also
     when it ends for want of memory, memory_rank0.pickle (for pytorch.org/memory_viz); rank 0 writes operators.txt and
     summary.txt.
@@ -142,7 +142,7 @@ class Profiler:
             self.say(f"no profile: it takes {sum(SCHEDULE.values())} steps, this run had {self.trace.step_num}")
 
     def step(self):
-        """One optimizer step is over; after the last of the schedule come the files and the summary."""
+        """One turn of the training loop is over; after the last of the schedule come the files and the summary."""
         if self.trace:
             self.trace.step()
 

@@ -610,7 +610,7 @@ def test_profile_of_a_run_says_where_its_time_went():
     """The regions add up to the step; a loader that sleeps is data-bound; a run too short for the schedule says so."""
     with folder() as d:
         data.prepare([model_file.__file__], d / "data")
-        output, shares = profiled(d, "--steps=10", "--n_embd=128", "--seq_len=64")
+        output, shares = profiled(d, "--steps=11", "--n_embd=128", "--seq_len=64")
         assert abs(sum(shares[name] for name in profile.REGIONS) - 100) < 5, output
         assert "data-bound" not in output and "communication-bound" not in output, output
         with gzip.open(d / "out/profile/trace_rank0.json.gz", "rt") as file:
@@ -621,7 +621,7 @@ def test_profile_of_a_run_says_where_its_time_went():
 
         read = data.TokenDataset.__getitems__
         with mock.patch.object(data.TokenDataset, "__getitems__", lambda *args: time.sleep(0.05) or read(*args)):
-            output, _ = profiled(d, "--steps=10", "--n_layer=1", "--micro_batch=4")
+            output, _ = profiled(d, "--steps=11", "--n_layer=1", "--micro_batch=4")
         assert "diagnosis: data-bound" in output, output
         assert "no profile: it takes 10 steps, this run had 7" in profiled(d, "--steps=7")[0]
 

@@ -502,7 +502,6 @@ def loop(run):
     run.meter.start()
     while step < config.steps and not stopping:
         loss, norm = optimizer_step(run, batches, step)
-        run.profiler.step()
         step += 1
         pending.append((step, loss, norm, time.perf_counter() - STARTED))
         stopping = run.world.any(bool(signals))  # a signal may have reached one process alone
@@ -517,8 +516,9 @@ def loop(run):
         if stopping or due(config.save_every):
             save(run, step)
         guard(run, run.checkpointer.check)
+        run.profiler.step()
         if not pending:
-            run.meter.start()  # evaluating and saving are no optimizer work
+            run.meter.start()  # evaluating, saving and writing a trace are no optimizer work
     guard(run, run.checkpointer.finish)
     if stopping and not last:
         number = signals[0] if signals else signal.SIGTERM
