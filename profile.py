@@ -15,6 +15,7 @@ import itertools
 import json
 import os
 import sys
+import tempfile
 import timeit
 from dataclasses import make_dataclass, replace
 from typing import Annotated
@@ -223,6 +224,30 @@ def compilations():
 
 # ---- python profile.py ----
 
+def surroundings(train, run, batches):
+    """Yield what else a run waits for, as dicts: loading data alone, a checkpoint of either kind, generation."""
+    tokens = run.config.batch_size * run.raw.config.seq_len
+    seconds = min(timeit.repeat(lambda: [next(batches) for _ in range(run.accumulation)], repeat=5, number=1))
+    yield {"data loading alone": "", "tokens_per_s": tokens / seconds}
+    for asynchronous in False, True:
+        with tempfile.TemporaryDirectory() as out:
+            checkpointer = train.checkpoint.Checkpointer(out, asynchronous=asynchronous)
+            start = timeit.default_timer()
+            checkpointer.save(1, run.raw, run.optimizers)
+            stalled = timeit.default_timer() - start
+            checkpointer.finish()
+            yield {"checkpoint": "async" if asynchronous else "sync", "training_stalled_s": stalled,
+                   "written_after_s": timeit.default_timer() - start}
+    new = run.raw.config.seq_len // 2
+    seconds = timeit.timeit(lambda: run.raw.eval().generate([[0]], new), number=1)
+    yield {"generation": "", "tokens_per_s": new / seconds}
+
+
+def show(row, as_json):
+    """Print a row of the benchmark, a dict."""
+    print(json.dumps(row) if as_json else "  ".join(f"{name} {value:<6.6}" for name, value in row.items()), flush=True)
+
+
 def main():
     """Benchmark the optimizer step of the run that train.py's flags describe: a row for each way to compute it.
 
@@ -232,6 +257,7 @@ def main():
     import train
     flags = [("json", Annotated[bool, "JSON lines instead of a table"], False)]
     config = train.parse_args(make_dataclass("Benchmark", flags, bases=(train.TrainConfig,)), "profile.py")
+    others = []
     try:
         world = train.distributed.World(train.distributed.find_device(config.device), rank=1)  # rank 0 prints, saves
         dtype, why_dtype = train.pick_dtype(config.dtype, world.device)
@@ -254,9 +280,12 @@ def main():
             rate = config.batch_size * length / q2
             row |= dict(loss_chunks=str(chunks), tokens_per_s=rate, spread=(q3 - q1) / q2, compile_s=first - q2,
                         mfu=rate * run.meter.flops_per_token / run.meter.peak, peak_mem_gb=peak_memory(world.device))
-            print(json.dumps(row) if config.json else "  ".join(f"{name} {part:<6.6}" for name, part in row.items()))
+            show(row, config.json)
+            others = others or list(surroundings(train, run, batches))  # of the first row's run
             del run, batches
             train.distributed.stop(world)  # frees the model and what was compiled of it
+        for row in others:
+            show(row, config.json)
     except (ValueError, OSError, ImportError, train.torch.OutOfMemoryError) as error:
         sys.exit(f"profile.py: {error}")
 

@@ -679,6 +679,9 @@ def test_benchmark_of_a_step():
         flags = [*SMALL[:-2], "--compile=off", "--json", f"--data={d}/data", f"--out={d}/out"]
         output = run_python(profile.__file__, *flags)
         rows = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
+        rows, (loading, *checkpoints, generation) = rows[:-4], rows[-4:]
+        assert loading["tokens_per_s"] > rows[0]["tokens_per_s"] and generation["tokens_per_s"] > 0, output
+        assert all(0 < row["training_stalled_s"] <= row["written_after_s"] for row in checkpoints), output
         assert len({(row["activation_checkpoint"], row["loss_chunks"]) for row in rows}) == len(rows) == 4, output
         assert "compiled rows: off" in output and all(row["tokens_per_s"] > 0 < row["mfu"] for row in rows), output
         assert not (d / "out").exists()
