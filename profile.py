@@ -6,6 +6,7 @@ by that name. So it hands every name it does not define on to the standard libra
 
     python train.py --profile                     # a trace and a summary of three steps, in OUT/profile
     python profile.py --model gpt2 --seq_len 512  # one step: compiled or not x dtype x loss x activation checkpoint
+    python profile.py plot out/a out/b            # loss, learning rate, gradient norm, speed
 """
 # torch is imported inside the functions: `python -m cProfile` should not wait for it.
 import collections
@@ -224,6 +225,46 @@ def compilations():
 
 # ---- python profile.py ----
 
+CURVES = "loss", "val_loss", "lr", "grad_norm", "tokens_per_s"
+
+
+def plot(folders):
+    """Draw metrics.jsonl of runs: FOLDER/metrics.png in the first one's by matplotlib, without it in the terminal."""
+    runs = {}
+    for folder in folders:
+        lines = [json.loads(line) for line in open(os.path.join(folder, "metrics.jsonl"), encoding="utf-8")]
+        runs[folder] = {name: [(line["step"], line[name]) for line in lines if line.get(name) is not None]
+                        for name in CURVES}
+    try:
+        from matplotlib.figure import Figure
+    except ImportError:
+        pictures = [{run: curves[name] for run, curves in runs.items() if curves[name]} for name in CURVES]
+        return print(*(chart(name, curves) for name, curves in zip(CURVES, pictures) if curves), sep="\n\n")
+    figure = Figure(figsize=(8, 12), layout="constrained")
+    for name, axis in zip(CURVES, figure.subplots(len(CURVES), sharex=True)):
+        for run in runs:
+            axis.plot(*zip(*runs[run][name]), label=run)
+        axis.set_ylabel(name)
+    axis.set_xlabel("step")
+    axis.legend()
+    figure.savefig(os.path.join(folders[0], "metrics.png"))
+    print(os.path.join(folders[0], "metrics.png"))
+
+
+def chart(title, curves, width=100, height=12):
+    """Text picture of {name: [(x, y), ...]}: one letter a curve."""
+    marks = dict(zip(curves, itertools.cycle("*o+x#")))
+    points = [(x, y, marks[name]) for name, curve in curves.items() for x, y in curve]
+    xs, ys, _ = zip(*points)
+    grid = [[" "] * width for _ in range(height)]
+    for x, y, mark in points:
+        row = (max(ys) - y) / (max(ys) - min(ys) or 1) * (height - 1)
+        grid[round(row)][round((x - min(xs)) / (max(xs) - min(xs) or 1) * (width - 1))] = mark
+    legend = ", ".join(f"{mark} {name}" for name, mark in marks.items())
+    return "\n".join([f"{title} {min(ys):.4g} to {max(ys):.4g}, steps {min(xs)} to {max(xs)}: {legend}",
+                      *("".join(row).rstrip() for row in grid)])
+
+
 def surroundings(train, run, batches):
     """Yield what else a run waits for, as dicts: loading data alone, a checkpoint of either kind, generation."""
     tokens = run.config.batch_size * run.raw.config.seq_len
@@ -255,10 +296,11 @@ def main():
     """
     import model
     import train
-    flags = [("json", Annotated[bool, "JSON lines instead of a table"], False)]
-    config = train.parse_args(make_dataclass("Benchmark", flags, bases=(train.TrainConfig,)), "profile.py")
-    others = []
+    others, flags = [], [("json", Annotated[bool, "JSON lines instead of a table"], False)]
     try:
+        if sys.argv[1:2] == ["plot"]:
+            return plot(sys.argv[2:] or ["out"])
+        config = train.parse_args(make_dataclass("Benchmark", flags, bases=(train.TrainConfig,)), "profile.py")
         world = train.distributed.World(train.distributed.find_device(config.device), rank=1)  # rank 0 prints, saves
         dtype, why_dtype = train.pick_dtype(config.dtype, world.device)
         compiled, why_compiled = train.pick_compile(config.compile, world.device)

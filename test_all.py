@@ -672,6 +672,27 @@ def test_profiling_off_costs_nothing_and_want_of_memory_is_one_line():
     assert code == 1 and "20.00 MiB" in output and "--micro_batch" in output and output.count("\n") == 1, output
 
 
+def test_plot_of_runs():
+    """A picture where matplotlib is, otherwise charts with the first and the last value in their corners."""
+    with folder() as d:
+        for run, start in ("a", 4.0), ("b", 3.0):
+            (d / run).mkdir()
+            lines = [dict(step=n, loss=start - n / 10, lr=0.1, grad_norm=1.0, tokens_per_s=9.0) for n in range(1, 11)]
+            (d / run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        with mock.patch.dict(sys.modules, {"matplotlib.figure": None}):
+            _, output = exit_of(profile.plot, [d / "a", d / "b"])
+        assert output.startswith("loss 2 to 3.9, steps 1 to 10: * "), output
+        assert output.count("steps 1 to 10") == 4 and "val_loss" not in output, output  # nobody has evaluated yet
+        top, *_, bottom = output.splitlines()[1:13]
+        assert top.startswith("*") and bottom.endswith("o") and len(bottom) == 100, output
+        with mock.patch.object(sys, "argv", ["profile.py", "plot", f"{d}/nothing"]):
+            assert "nothing" in str(exit_of(profile.main)[0])
+        with contextlib.suppress(ImportError):
+            import matplotlib.figure
+            profile.plot([d / "a", d / "b"])
+            assert (d / "a/metrics.png").stat().st_size > 10_000
+
+
 def test_benchmark_of_a_step():
     """A JSON line for each combination that this machine has, in words what it leaves out, and no file."""
     with folder() as d:
