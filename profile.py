@@ -243,7 +243,7 @@ def plot(folders):
     figure = Figure(figsize=(8, 12), layout="constrained")
     for name, axis in zip(CURVES, figure.subplots(len(CURVES), sharex=True)):
         for run in runs:
-            axis.plot(*zip(*runs[run][name]), label=run)
+            axis.plot(*zip(*runs[run][name]), marker=".", label=run)
         axis.set_ylabel(name)
     axis.set_xlabel("step")
     axis.legend()
