@@ -24,7 +24,7 @@ import signal
 import sys
 import timeit
 from pathlib import Path
-from types import SimpleNamespace, UnionType
+from types import SimpleNamespace
 from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
 import torch
@@ -84,12 +84,14 @@ class TrainConfig:
     eval_every: Annotated[int, "steps between evaluations; 0: only at the end"] = 100
     eval_tokens: Annotated[int, "tokens of an evaluation; 0: the whole validation split"] = 2 ** 16
     log_every: Annotated[int, "steps between printed lines"] = 10
+    profile: Annotated[bool, "trace three steps into OUT/profile and say where their time went"] = False
+    peak_tflops: Annotated[float | None, "what MFU is measured against; default: data sheet, or measured"] = None
 
     def __post_init__(self):
         """Refuse what cannot work, before anything is read or started."""
         least = dict(steps=1, batch_size=1, keep=1, log_every=1, micro_batch=1, seq_len=2, warmup=0, weight_decay=0,
                      grad_clip=0, save_every=0, keep_every=0, eval_every=0, eval_tokens=0, seed=0, max_skips=0,
-                     replicas=1, tp=1, timeout=1)
+                     replicas=1, tp=1, timeout=1, peak_tflops=0.001)
         for name, value in least.items():
             if getattr(self, name) is not None and not getattr(self, name) >= value:
                 raise ValueError(f"--{name} is {getattr(self, name)}, expected at least {value}")
@@ -318,8 +320,10 @@ def setup(config, world, micro_batch):
         Path(config.out).mkdir(parents=True, exist_ok=True)
         write_whole(Path(config.out, "config.json"), json.dumps(run.note, indent=2) + "\n")
         run.metrics = open_metrics(Path(config.out, "metrics.jsonl"), run.step)
-    peak, source = profile.peak_flops(world.device, dtype)
+    peak, source = profile.peak_flops(world.device, dtype, config.peak_tflops)
     run.meter = profile.Meter(run.raw.flops_per_token(fields.seq_len), peak * world.size, world.device)
+    profiled = config.profile and Path(config.out, "profile")
+    run.profiler = profile.Profiler(profiled, world.device, world.rank, say)
     run.accumulation = config.batch_size // world.data_size // micro_batch
 
     say(f"data      {config.data}: {run.dataset.tokens:,} tokens to train on, {run.validation.tokens:,} to validate, "
@@ -367,18 +371,21 @@ def open_run(run):
 def optimizer_step(run, batches, step):
     """One optimizer step on one global batch -> (loss, gradient norm), fp32 scalars."""
     torch.manual_seed(data.mix(run.config.seed, step, run.world.rank))  # dropout
-    micro = [run.meter.wait(batches) for _ in range(run.accumulation)]
+    with run.profiler.region("data"):
+        micro = [run.meter.wait(batches) for _ in range(run.accumulation)]
     targets = run.world.sum(sum((y != -100).sum() for _, y in micro)).clamp(min=1)  # of the whole global batch
     total = torch.zeros((), device=run.world.device)
     for i, (x, y) in enumerate(micro):
         distributed.accumulate(run.model, last=i == run.accumulation - 1)
-        with run.autocast:
+        with run.profiler.region("forward"), run.autocast:
             # The wrappers average gradients over the data ranks: times their number, the mean is the sum again.
             loss = run.model(x, y) * (run.world.data_size / targets)
-        run.scaler.scale(loss).backward()
+        with run.profiler.region("backward"):
+            run.scaler.scale(loss).backward()
         total += loss.detach()
     loss = run.world.sum(total) / run.world.data_size
-    return loss, update(run, loss, learning_rate(step, run.config, run.peak_lr))
+    with run.profiler.region("optimizer"):
+        return loss, update(run, loss, learning_rate(step, run.config, run.peak_lr))
 
 
 def update(run, loss, rate):
@@ -450,7 +457,8 @@ def save(run, step):
     extra = dict(run.note, scaler=run.scaler.state_dict(),
                  tokens=step * run.config.batch_size * run.raw.config.seq_len)
     run.unsaved = False
-    guard(run, run.checkpointer.save, step, run.raw, run.optimizers, extra)
+    with run.profiler.region("checkpoint"):
+        guard(run, run.checkpointer.save, step, run.raw, run.optimizers, extra)
 
 
 def guard(run, write, *args):
@@ -491,7 +499,8 @@ def train(config):
         run = setup(config, world, micro_batch)
     except (ValueError, OSError, ImportError) as error:
         distributed.refuse(f"train.py: {error}", 1)
-    code = loop(run)
+    with run.profiler:
+        code = loop(run)
     del run  # the process group is left without a model, see `stop`
     distributed.stop(world)
     return code
@@ -524,8 +533,9 @@ def loop(run):
         if stopping or due(config.save_every):
             save(run, step)
         guard(run, run.checkpointer.check)
+        run.profiler.step()
         if not pending:
-            run.meter.start()  # evaluating and saving are no optimizer work
+            run.meter.start()  # evaluating, saving and writing a trace are no optimizer work
     guard(run, run.checkpointer.finish)
     if run.skipped > config.max_skips:
         say("train.py: more than --max_skips: lower --lr, or go on from the last checkpoint with another --seed")
