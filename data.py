@@ -20,7 +20,6 @@ import json
 import math
 import os
 import re
-import struct
 import sys
 import sysconfig
 import tempfile
@@ -244,7 +243,9 @@ def encode(encoding, entries):
     for split, number, prompt, text in entries:
         if number:
             found[split].append(np.uint32([[encoding.eot_token], [1]]))
-        ids = encoding.encode_to_numpy(text, disallowed_special=())  # uint32; other threads run meanwhile
+        # bytes are their own ids, which is a hundred times as fast; while tiktoken encodes, the other threads go on
+        ids = (np.frombuffer(text.encode(), np.uint8) if encoding.name == "bytes" else
+               encoding.encode_to_numpy(text, disallowed_special=()))
         found[split].append([ids, np.full(len(ids), not prompt)])
     return {split: np.concatenate(parts, axis=1) for split, parts in found.items()}
 
@@ -335,7 +336,7 @@ def append(name, ids, total, limit, suffix="bin"):
         shard, filled = divmod(total, limit)
         part, ids = np.split(ids, [limit - filled])
         with open(f"{name}_{shard:06d}.{suffix}", "r+b" if filled else "wb") as file:
-            file.write(struct.pack("<3i", magic, version, filled + len(part)))
+            file.write(np.array([magic, version, filled + len(part)], "<i4").tobytes())
             file.seek(HEADER + filled * part.itemsize)  # what a new file skips here reads as zeros
             file.write(part.tobytes())
         total += len(part)
@@ -514,9 +515,9 @@ class DataConfig:
         for name, low, high in (("val_fraction", 0.0001, 0.5), ("workers", 1, 1024), ("train_bpe", 257, 1 << 24)):
             value = getattr(self, name)
             require(value == 0 or low <= value <= high, f"--{name} is {value}, expected {low} to {high}, or 0")
-        most = (1 << 31) - 1  # what a header can hold
-        require(1 <= self.shard_tokens <= most, f"--shard_tokens is {self.shard_tokens}, expected 1 to {most}")
-        require(not self.train_bpe or self.tokenizer == "bytes", f"--train_bpe excludes --tokenizer {self.tokenizer}")
+        # what a header can hold
+        require(1 <= self.shard_tokens < 1 << 31, f"--shard_tokens is {self.shard_tokens}, expected 1 to 2147483647")
+        require(not self.train_bpe or self.tokenizer == "bytes", f"drop --train_bpe or --tokenizer {self.tokenizer}")
         require(self.out, "--out is empty, expected a new folder")
         require(bool(self.prompt_key) == bool(self.response_key), "--prompt_key and --response_key go together")
         require(not self.prompt_key or self.text_key == "text", "--text_key has no effect with --prompt_key: drop one")
