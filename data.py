@@ -393,7 +393,8 @@ class TokenDataset:
     each window once. ds.fixed(i) is window i in file order, for evaluation. In both y is -100 where a mask beside the
     shards says that a token is no target. `tokens` is the split's size, `meta` what is known of it (tokenizer: None if
     tiktoken cannot decode the ids). `"header": false` in meta.json reads nanoGPT's plain uint16 files. Opening reads
-    the headers and a window of each shard. FileNotFoundError without shards, ValueError for damaged or too short ones.
+    the headers and one window. FileNotFoundError without shards, ValueError for damaged or too short ones; DataError
+    from a window that has ids beyond the vocabulary.
     """
 
     def __init__(self, folder, split, seq_len, seed=0):

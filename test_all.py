@@ -998,7 +998,7 @@ def chat(where, rows, **options):
 
 def test_prompts_are_read_and_responses_and_their_ends_are_learned():
     """Each target is a byte of a response or the <|endoftext|> after it, in the windows of any epoch and shard."""
-    rows = [("ask", "tell"), ("", "no prompt"), ("nothing to learn", ""), ("same", "same"), ("é <|endoftext|>", "ü")] * 8
+    rows = [("ask", "tell"), ("", "no prompt"), ("none learned", ""), ("same", "same"), ("é <|endoftext|>", "ü")] * 8
     with folder() as where, mock.patch.object(data, "PIECE", 3):  # texts in several pieces
         out = chat(where, rows, shard_tokens=50)
         kept = [(p.encode(), r.encode()) for p, r in rows if r]
