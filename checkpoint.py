@@ -10,11 +10,12 @@ Only tensors go through DCP, the rest is JSON, and DCP's one pickle is read thro
 import json
 import os
 import pickle
+import re
 import shutil
 import sys
 import warnings
 import zlib
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -63,10 +64,8 @@ def empty(entry, group, parameter):
     return torch.zeros_like(parameter, dtype=entry.properties.dtype, requires_grad=False)
 
 
-def compare(entries, targets):
-    """ValueError, with names and both shapes, unless a checkpoint's entries are those of `targets`."""
-    saved = {key: tuple(entry.size) for key, entry in entries.items()}
-    wanted = {key: tuple(tensor.shape) for key, tensor in targets.items()}
+def compare(saved, wanted):
+    """ValueError, with names and both shapes, unless what is `saved`, {name: shape}, is what is `wanted`."""
     odd = sorted(key for key in saved.keys() | wanted.keys() if saved.get(key) != wanted.get(key))
     if odd:
         shown = [f"{key} is {saved.get(key, 'absent')} in it, {wanted.get(key, 'absent')} here" for key in odd[:4]]
@@ -360,7 +359,8 @@ class Checkpointer:
         moments = {key: empty(entry, *state_of[owner][1:]) for key, entry in entries.items()
                    if (owner := key.rpartition(".")[0]) in state_of}
         targets = tensors(model) | moments
-        compare(entries, targets)
+        compare({key: tuple(entry.size) for key, entry in entries.items()},
+                {key: tuple(tensor.shape) for key, tensor in targets.items()})
         reader = dcp.FileSystemReader(self.folder(step))
         reader.read_metadata = lambda *args, **kwargs: index  # its own would unpickle anything
         try:
@@ -382,15 +382,259 @@ class Checkpointer:
         return None if step is None else json.loads((self.folder(step) / "state.json").read_text())["extra"]
 
 
+# ---- Hugging Face's form --------------------------------------------------------------------------------------------
+# A row for each model_type. names: ours -> theirs; ours that share one are stacked in it, in this order. fields: of
+# config.json -> of ModelConfig. fixed: what the class has beside them, and what an absent field means.
+
+LLAMA = {
+    "architecture": "LlamaForCausalLM",
+    "names": {
+        "embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head", "blocks": "model.layers",
+        "attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm", "attn.q": "self_attn.q_proj",
+        "attn.k": "self_attn.k_proj", "attn.v": "self_attn.v_proj", "attn.o": "self_attn.o_proj",
+        "attn.q_norm": "self_attn.q_norm", "attn.k_norm": "self_attn.k_norm", "mlp.gate": "mlp.gate_proj",
+        "mlp.up": "mlp.up_proj", "mlp.down": "mlp.down_proj"},
+    "fields": dict(
+        vocab_size="vocab_size", max_position_embeddings="seq_len", num_hidden_layers="n_layer", hidden_size="n_embd",
+        num_attention_heads="n_head", num_key_value_heads="n_kv_head", head_dim="head_dim", rms_norm_eps="norm_eps",
+        intermediate_size="n_hidden", tie_word_embeddings="tied", rope_theta="rope_theta", rope_scaling="rope_scaling"),
+    "fixed": dict(norm="rmsnorm", position="rope", mlp="swiglu", bias=False, qk_norm=False, norm_eps=1e-6),
+}
+QWEN3 = LLAMA | {"architecture": "Qwen3ForCausalLM", "fixed": LLAMA["fixed"] | {"qk_norm": True}}
+GPT2 = {
+    "architecture": "GPT2LMHeadModel",
+    "names": {
+        "embed": "transformer.wte", "position": "transformer.wpe", "norm": "transformer.ln_f", "head": "lm_head",
+        "blocks": "transformer.h", "attn_norm": "ln_1", "mlp_norm": "ln_2", "attn.q": "attn.c_attn",
+        "attn.k": "attn.c_attn", "attn.v": "attn.c_attn", "attn.o": "attn.c_proj", "mlp.up": "mlp.c_fc",
+        "mlp.down": "mlp.c_proj"},
+    "fields": dict(
+        vocab_size="vocab_size", n_positions="seq_len", n_layer="n_layer", n_head="n_head", n_embd="n_embd",
+        n_inner="n_hidden", layer_norm_epsilon="norm_eps", tie_word_embeddings="tied", attn_pdrop="dropout",
+        embd_pdrop="dropout", resid_pdrop="dropout"),
+    "fixed": dict(norm="layernorm", position="learned", mlp="gelu", bias=True, qk_norm=False, norm_eps=1e-5, tied=True),
+}
+FAMILIES = {"gpt2": GPT2, "llama": LLAMA, "qwen3": QWEN3}
+ACCEPTED = {  # what config.json's other fields may say, as regular expressions; a field that is not here must be off
+    "activation_function": "gelu_new|gelu_pytorch_tanh", "hidden_act": "silu|swish", "scale_attn_weights": "True",
+    "layer_types": r"\[('full_attention'(, )?)*\]", "pretraining_tp": "1", "partial_rotary_factor": r"1(\.0)?",
+    **dict.fromkeys(  # of training, of generating, of heads that are not ours, of windows that are off
+        "_name_or_path architectures attention_dropout bos_token_id chunk_size_feed_forward dtype eos_token_id id2label "
+        "initializer_range is_llama_config label2id max_window_layers model_type n_ctx pad_token_id return_dict "
+        "sliding_window summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj "
+        "task_specific_params torch_dtype transformers.js_config transformers_version use_cache".split(), ".*"),
+}
+
+
+def hf_config(fields):
+    """config.json of the class that is a GPT of `fields`; ValueError names the field that no class of theirs has."""
+    kind = "gpt2" if fields["position"] == "learned" else "qwen3" if fields["qk_norm"] else "llama"
+    family = FAMILIES[kind]
+    # No part of the weights' meaning: dropout; document masks (what is continued is one document); RoPE in GPT-2.
+    free = {"dropout", "doc_mask", "rope_theta", "rope_scaling", *family["fields"].values()}
+    has = {"n_kv_head": fields["n_head"], "head_dim": fields["n_embd"] / fields["n_head"], **family["fixed"]}
+    for name, value in fields.items():
+        if name not in free and (value or 0) != has.get(name, 0):
+            raise ValueError(f"{name} is {value!r}, and {family['architecture']} has {has.get(name, 'none')!r}: "
+                             "transformers has no class for this model")
+    config = {theirs: fields[ours] for theirs, ours in family["fields"].items()}
+    if scaling := config.get("rope_scaling"):  # transformers warns of a context too short to need it
+        stretched = int(scaling["factor"] * scaling["original_max_position_embeddings"])
+        config["max_position_embeddings"] = max(fields["seq_len"], stretched)
+    return config | {"model_type": kind, "architectures": [family["architecture"]]}
+
+
+def rope_fields(config):
+    """rope_theta and rope_scaling of a config.json, where transformers 5 has both in rope_parameters."""
+    rope = (config.get("rope_scaling") or {}) | (config.get("rope_parameters") or {})
+    theta, kind = rope.pop("rope_theta", config.get("rope_theta")), rope.pop("type", "default")
+    kind = rope.pop("rope_type", kind)
+    known = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
+    if kind not in ("default", "llama3") or rope.keys() != (known if kind == "llama3" else set()):
+        raise ValueError(f"rope_type is {kind!r} with {rope}; known are default, alone, and llama3 with {sorted(known)}")
+    return dict(rope_theta=theta, rope_scaling=dict(rope_type=kind, **rope) if rope else None, rope_parameters=None)
+
+
+def model_fields(config):
+    """ModelConfig's fields of a config.json. ValueError names a field that is not known here, with its value.
+
+    Such a field may change what the weights mean without changing their shapes: never loaded as if it were not there.
+    """
+    family = FAMILIES.get(config.get("model_type"))
+    if family is None:
+        raise ValueError(f"model_type is {config.get('model_type')!r}; known are {', '.join(FAMILIES)}")
+    if family is not GPT2:
+        config = config | rope_fields(config)
+    for name, value in config.items():
+        expected = ACCEPTED.get(name, "None|False")
+        if name not in family["fields"] and not re.fullmatch(expected, str(value), re.DOTALL):
+            raise ValueError(f"{name} is {value!r}, expected {expected}: a GPT of model.py has nothing else")
+    found = {ours: config[theirs] for theirs, ours in family["fields"].items() if config.get(theirs) is not None}
+    if missing := {"vocab_size", "seq_len", "n_layer", "n_head", "n_embd"} - found.keys():
+        raise ValueError(f"it says nothing of {', '.join(missing)}")
+    return family["fixed"] | found
+
+
+def hf_names(kind, names):
+    """{their name: [ours that are stacked in it]} of parameter names such as blocks.0.attn.q.weight."""
+    table, found = FAMILIES[kind]["names"], {}
+    for name in names:
+        block, layer, part, end = re.fullmatch(r"(?:(blocks)(\.\d+)\.)?(.+)(\.weight|\.bias)", name).groups()
+        theirs = f"{table[block]}{layer}.{table[part]}{end}" if block else table[part] + end
+        found.setdefault(theirs, []).append(name)
+    return found
+
+
+def conv1d(kind, name, tensor):
+    """To or from the (in, out) matrices of GPT-2's blocks, where all others are (out, in); not a copy."""
+    return tensor.T if kind == "gpt2" and ".h." in name and tensor.ndim == 2 else tensor
+
+
+def read_hf(path):
+    """(model_type, ModelConfig's fields, {their name: tensor}) of a Hugging Face folder, or of nanoGPT's ckpt.pt.
+
+    The tensors are mapped into memory: they are read, and cost memory, when they are copied from. ValueError names the
+    file. nanoGPT's GELU is the exact one since June 2023, up to 5e-4 from the tanh form of GPT-2 and model.py.
+    """
+    from safetensors.torch import load_file
+
+    path = file = Path(path)
+    try:
+        if path.is_file():
+            saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            kind, found, args = "gpt2", saved["model"], dict(saved["model_args"])
+            fields = GPT2["fixed"] | {"seq_len": args.pop("block_size")} | args
+        else:
+            file = path / "config.json"
+            config = json.loads(file.read_text(encoding="utf-8"))
+            kind, fields, found = config.get("model_type"), model_fields(config), {}
+            file = path / "model.safetensors.index.json"
+            index = json.loads(file.read_text())["weight_map"] if file.exists() else {"": "model.safetensors"}
+            for name in sorted(set(index.values())):
+                if os.path.basename(name) != name:
+                    raise ValueError(f"{name} is a path out of the folder")
+                file = path / name
+                found |= load_file(file)
+    except Exception as error:  # whatever readers of JSON, zip, pickle and safetensors make of a damaged file
+        raise ValueError(f"{file} cannot be imported: {reason(error)}") from None
+    base, tensors = "transformer." if kind == "gpt2" else "model.", {}
+    for name, tensor in found.items():
+        name = name.removeprefix("_orig_mod.")
+        name = name if name.startswith((base, "lm_head.")) else base + name  # OpenAI's own files have no prefix
+        if not re.search(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$", name):  # constants of older versions
+            tensors[name] = tensor if path.is_file() else conv1d(kind, name, tensor)
+    return kind, fields, tensors
+
+
+def import_hf(model, path):
+    """{name: tensor, whole and still in the file} for each parameter of `model`, which may be on the meta device.
+
+    ValueError if a tensor is missing, unexpected or of another shape. Learned positions may be more than the model has.
+    """
+    kind, fields, tensors = read_hf(path)
+    shapes = {name: tuple(parameter.shape) for parameter, name in parameter_names(model).items()}
+    parts, embed = hf_names(kind, shapes), FAMILIES[kind]["names"]["embed"] + ".weight"
+    if "position.weight" in shapes and "transformer.wpe.weight" in tensors:
+        tensors["transformer.wpe.weight"] = tensors["transformer.wpe.weight"][:shapes["position.weight"][0]]
+    if fields["tied"] and "lm_head.weight" in tensors and not torch.equal(tensors.pop("lm_head.weight"), tensors[embed]):
+        raise ValueError(f"{path}: lm_head.weight is not {embed}, though tie_word_embeddings is true")
+    compare({name: tuple(tensor.shape) for name, tensor in tensors.items()},
+            {theirs: (sum(shapes[name][0] for name in ours), *shapes[ours[0]][1:]) for theirs, ours in parts.items()})
+    return {name: part for theirs, ours in parts.items() for name, part in zip(ours, tensors[theirs].chunk(len(ours)))}
+
+
+@torch.no_grad()
+def open_model(path, build):
+    """(model on the CPU, extra): of a run's newest checkpoint, a Hugging Face folder, or nanoGPT's ckpt.pt.
+
+    build(fields) makes the model. `extra` is as train.py saves it: "model", its fields, and "tokenizer" and "data", for
+    data.load_tokenizer; the tokenizer of a folder has the folder's path for a name.
+    """
+    checkpointer = Checkpointer(path)
+    extra = checkpointer.read_extra()
+    run = extra is not None
+    if not run:
+        if not os.path.isfile(path) and not Path(path, "config.json").exists():
+            raise ValueError(f"{path} holds no checkpoint: expected the --out of a train.py run, a folder in Hugging "
+                             "Face's form (config.json, model.safetensors), or nanoGPT's ckpt.pt")
+        fields = read_hf(path)[1]
+        known = "gpt2" if fields["vocab_size"] in (50257, 50304) else None  # 50304: as nanoGPT rounds it up
+        own = os.path.abspath(path) if Path(path, "tokenizer.json").exists() else known
+        extra = {"model": fields, "tokenizer": own, "data": None}
+    with torch.device("meta"):
+        model = build(extra["model"])
+    weights = {} if run else import_hf(model, path)
+    model.to_empty(device="cpu")
+    if run:
+        checkpointer.load(model)
+    for name, tensor in weights.items():
+        model.get_parameter(name).copy_(tensor)
+    model.reset_buffers()
+    return model, extra
+
+
+@torch.no_grad()
+def export_hf(model, fields, folder, dtype=torch.float32, shard_bytes=5 * 10 ** 9, eot=None, files=None):
+    """Write `folder` for transformers' from_pretrained: `model` in `dtype`, in files of `shard_bytes`, and its config.
+
+    fields: ModelConfig as a dict; eot: id of the token between texts; files: {name: JSON content} more, such as the
+    tokenizer's. ValueError if transformers has no class for this model or `dtype` not its numbers.
+    """
+    from safetensors.torch import save_file
+
+    config, folder, state = hf_config(fields), Path(folder), {n: p for p, n in parameter_names(model).items()}
+    kind = config["model_type"]
+    folder.mkdir(parents=True, exist_ok=True)
+    if any(folder.iterdir()):
+        raise ValueError(f"{folder} is not empty, and files of another model would mix with these: take a new folder")
+    parts, count, room, place = hf_names(kind, state), 0, -1, {}
+    for name, ours in parts.items():
+        size = dtype.itemsize * sum(state[part].numel() for part in ours)
+        count, room = (count, room - size) if room >= size else (count + 1, shard_bytes - size)
+        place[name] = count
+    names = {n: f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)}
+    if count == 1:
+        names = {1: "model.safetensors"}
+    for number, file in names.items():
+        tensors = {name: torch.cat([state[part] for part in ours]).to(dtype)
+                   for name, ours in parts.items() if place[name] == number}
+        if odd := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
+            raise ValueError(f"{odd[0]} has numbers that are none in {dtype}: take --dtype fp32")
+        tensors = {name: conv1d(kind, name, tensor).contiguous() for name, tensor in tensors.items()}
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+    ids = {"bos_token_id": eot, "eos_token_id": eot}
+    files = {"config.json": config | ids | {"torch_dtype": str(dtype)[6:]}, "generation_config.json": ids, **(files or {})}
+    if count > 1:
+        total = dtype.itemsize * sum(tensor.numel() for tensor in state.values())
+        index = {name: names[number] for name, number in place.items()}
+        files["model.safetensors.index.json"] = {"metadata": {"total_size": total}, "weight_map": index}
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
 # ---- python checkpoint.py -------------------------------------------------------------------------------------------
 
 
 @dataclass
 class CheckpointConfig:
-    """Look into the checkpoints of a run."""
+    """Look into the checkpoints of a run, or carry a model to and from Hugging Face's form."""
 
-    command: Annotated[Literal["inspect", "verify"], "show the newest's content, or read every byte of all of them"]
-    folder: Annotated[str, "folder of a run, or one step_* folder"]
+    command: Annotated[Literal["inspect", "verify", "export", "import"], "what to do"]
+    folder: Annotated[str, "a run; inspect, verify: or its step_* folder; export, import: or a Hugging Face folder, or "
+                           "nanoGPT's ckpt.pt"]
+    out: Annotated[list[str], "export, import: the folder to make"] = field(default_factory=list)
+    dtype: Annotated[Literal["fp32", "bf16", "fp16"], "of the exported weights"] = "fp32"
+    max_shard_size: Annotated[str, "an exported file's limit, in KB, MB or GB"] = "5GB"
+
+    def __post_init__(self):
+        """Refuse what does not go with the command."""
+        if len(self.out) != (self.command in ("export", "import")):
+            raise ValueError(f"{self.command} takes {1 + (self.command in ('export', 'import'))} paths, found {1 + len(self.out)}")
+        for name, default in ("dtype", "fp32"), ("max_shard_size", "5GB"):
+            if self.command != "export" and getattr(self, name) != default:
+                raise ValueError(f"--{name} has no effect with {self.command}: it is for export")
+        if not re.fullmatch("[1-9][0-9]*[KMG]B", self.max_shard_size):
+            raise ValueError(f"--max_shard_size is {self.max_shard_size}, expected a number and a unit, as in 5GB or 500MB")
 
 
 def folders(path):
@@ -425,11 +669,24 @@ def verify(path):
 
 
 def main():
+    import data
+    from model import GPT, ModelConfig
     from train import parse_args
 
     config = parse_args(CheckpointConfig, "checkpoint.py")
     try:
-        {"inspect": inspect, "verify": verify}[config.command](config.folder)
+        if config.command in ("inspect", "verify"):
+            return {"inspect": inspect, "verify": verify}[config.command](config.folder)
+        model, extra = open_model(config.folder, lambda fields: GPT(ModelConfig(**fields)))
+        out, fields = config.out[0], asdict(model.config)
+        if config.command == "import":
+            Checkpointer(out).save(0, model, (), dict(extra, config={"optimizer": None}, model=fields))
+        else:
+            tokenizer = data.load_tokenizer(extra["tokenizer"], extra["data"]) if extra["tokenizer"] else None
+            size = int(config.max_shard_size[:-2]) * 1000 ** ("KMG".index(config.max_shard_size[-2]) + 1)
+            dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config.dtype]
+            export_hf(model, fields, out, dtype, size, tokenizer and tokenizer.eot_token, data.hf_tokenizer(tokenizer))
+        print(f"{out} is written: try python model.py {out}")
     except (ValueError, OSError, ImportError) as error:
         sys.exit(f"checkpoint.py: {error}")
 

@@ -19,6 +19,7 @@ import json
 import math
 import multiprocessing
 import os
+import re
 import secrets
 import shutil
 import struct
@@ -42,6 +43,8 @@ from tqdm import tqdm
 def load_tokenizer(name, folder=None):
     """The `tiktoken.Encoding` called "bytes", "bpe" (which `--train_bpe` stored in `folder`) or as tiktoken knows it.
 
+    Or the one of a Hugging Face folder with a tokenizer.json, whose path is its name.
+
     ValueError for an unknown name, OSError for one that has to be downloaded and cannot be.
     """
     if name == "bytes":  # every pattern gives the same ids; long runs of anything go fastest (30 MB/s, "." gives 7)
@@ -51,6 +54,8 @@ def load_tokenizer(name, folder=None):
         lines = (Path(folder) / "tokenizer.tiktoken").read_bytes().splitlines()
         pattern = read_meta(folder)["pattern"]
         ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, lines)}
+    elif name and Path(name, "tokenizer.json").exists():
+        return read_hf_tokenizer(Path(name))
     elif name in tiktoken.list_encoding_names():
         try:
             return tiktoken.get_encoding(name)
@@ -72,6 +77,60 @@ def store_bpe(texts, size, folder):
     lines = [base64.b64encode(bytes(token)) + b" %d\n" % rank for token, rank in bpe.get_mergeable_ranks()]
     (folder / "tokenizer.tiktoken").write_bytes(b"".join(lines))
     (folder / "meta.json").write_text(json.dumps({"pattern": bpe.get_pattern()}), encoding="utf-8")
+
+
+GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # ByteLevel's own
+
+
+def hf_bytes():
+    """{byte: the character that stands for it in Hugging Face's byte-level vocabularies}: GPT-2's, all are printable."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte if byte in printable else 256 + others.index(byte)) for byte in range(256)}
+
+
+def hf_tokenizer(encoding):
+    """{file name: content} of the JSON files that give transformers' AutoTokenizer the ids of a tiktoken.Encoding.
+
+    One difference is theirs: <|endoftext|> within a text is the special token there, thirteen characters here.
+    """
+    ranks, letters = encoding._mergeable_ranks, hf_bytes()
+    words = {token: token.decode("latin-1").translate(letters) for token in sorted(ranks, key=ranks.get)
+             if token != b"<|endoftext|>"}  # a text may teach it to a BPE, but there the special token comes first
+    # tiktoken joins any two neighbours that make a token, so each way to cut a token in two tokens is a merge.
+    merges = [[words[token[:i]], words[token[i:]]] for token in words for i in range(1, len(token))
+              if token[:i] in words and token[i:] in words]
+    special = [dict(id=id, content=name, single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
+               for name, id in encoding._special_tokens.items()]
+    level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
+    # Their regular expressions (Oniguruma) read x{1,3}+ as (x{1,3})+, where tiktoken's never give back what they took.
+    pattern = re.sub(r"(\{\d+(,\d*)?\})\+", r"\1", encoding._pat_str)
+    split = dict(type="Split", pattern={"Regex": pattern}, behavior="Isolated", invert=False)
+    model = dict(type="BPE", dropout=None, unk_token=None, continuing_subword_prefix=None, end_of_word_suffix=None,
+                 fuse_unk=False, byte_fallback=False, vocab={words[token]: ranks[token] for token in words}, merges=merges)
+    content = dict(version="1.0", truncation=None, padding=None, added_tokens=special, normalizer=None, decoder=level,
+                   pre_tokenizer=dict(type="Sequence", pretokenizers=[split, level]), post_processor=None, model=model)
+    config = dict(tokenizer_class="PreTrainedTokenizerFast", eos_token="<|endoftext|>", bos_token="<|endoftext|>",
+                  clean_up_tokenization_spaces=False)
+    return {"tokenizer.json": content, "tokenizer_config.json": config}
+
+
+def read_hf_tokenizer(folder):
+    """The tiktoken.Encoding of a byte-level BPE in Hugging Face's form, as GPT-2's, Llama 3's, Qwen's and ours are."""
+    content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    model, outer = content["model"], content["pre_tokenizer"] or {}
+    parts = outer.get("pretokenizers", [outer])
+    if model["type"] != "BPE" or "ByteLevel" not in [part.get("type") for part in parts]:
+        raise ValueError(f"{folder}/tokenizer.json is no byte-level BPE, which is all that tiktoken can be")
+    pattern = next((part["pattern"]["Regex"] for part in parts if part["type"] == "Split"), GPT2_PATTERN)
+    special = {token["content"]: token["id"] for token in content["added_tokens"]}
+    letters = {letter: chr(byte) for byte, letter in hf_bytes().items()}
+    ranks = {token.translate(str.maketrans(letters)).encode("latin-1"): rank for token, rank in model["vocab"].items()
+             if token not in special}
+    if "<|endoftext|>" not in special:
+        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        special["<|endoftext|>"] = special[config["eos_token"]]
+    return tiktoken.Encoding(str(folder), pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
 
 
 def need(module):

@@ -41,11 +41,12 @@ class TrainConfig:
     """Train a GPT."""
     data: Annotated[str, "folder of token shards from data.py; one named stdlib prepares itself"] = "data/stdlib"
     out: Annotated[str, "folder of the run: config, metrics, checkpoints"] = "out"
-    model: Annotated[Literal[tuple(PRESETS)], "preset; the next flags change single fields of it"] = "nano"
+    model: Annotated[Literal[tuple(PRESETS)], "preset, by default nano; the next flags change single fields"] = None
     n_layer: Annotated[int | None, "blocks"] = None
     n_head: Annotated[int | None, "query heads"] = None
     n_kv_head: Annotated[int | None, "key/value heads, for grouped-query attention"] = None
     n_embd: Annotated[int | None, "width"] = None
+    init_from: Annotated[str | None, "start from a Hugging Face folder or nanoGPT's ckpt.pt, in place of --model"] = None
     seq_len: Annotated[int | None, "tokens a training sequence has; default: the preset's, at most 4096"] = None
     dropout: Annotated[float | None, "probability of dropping an activation or attention weight"] = None
     steps: Annotated[int, "optimizer steps of the whole run"] = 200
@@ -89,6 +90,9 @@ class TrainConfig:
             raise ValueError(f"--resume is {self.resume!r}, expected auto, never or the number of a step")
         if not self.reshard and not self.fsdp:
             raise ValueError("--no_reshard has no effect without --fsdp: add --fsdp, or drop --no_reshard")
+        for name in "model", "n_layer", "n_head", "n_kv_head", "n_embd":
+            if self.init_from and getattr(self, name) is not None:
+                raise ValueError(f"--{name} has no effect with --init_from, which gives the model's shape: drop one")
         model_config(self, vocab_size=1)
 
 
@@ -129,7 +133,14 @@ def parse_args(kind, prog, argv=None):
 
 def model_config(config, vocab_size):
     """The ModelConfig of preset and flags; raises ValueError where they do not make a network."""
-    fields = dict(PRESETS[config.model], vocab_size=vocab_size)
+    if config.init_from:
+        fields = checkpoint.read_hf(config.init_from)[1]
+        limit = config.seq_len or 0 if fields["position"] == "learned" else 0
+        if fields["vocab_size"] < vocab_size or fields["seq_len"] < limit:
+            raise ValueError(f"--init_from {config.init_from} has {fields['vocab_size']} ids and {fields['seq_len']} "
+                             f"positions, but the data {vocab_size} ids, and --seq_len is {config.seq_len}")
+    else:
+        fields = dict(PRESETS[config.model or "nano"], vocab_size=vocab_size)
     fields["seq_len"] = config.seq_len or min(fields["seq_len"], 4096)
     for name in "n_layer", "n_head", "n_kv_head", "n_embd", "dropout":
         if getattr(config, name) is not None:
@@ -292,6 +303,9 @@ def setup(config, world, micro_batch):
     compiled, why_compile = pick_compile(config.compile, world.device)
     with torch.device("meta"):
         raw = GPT(fields, config.attention)
+    if config.init_from and resumed is None:
+        weights = checkpoint.import_hf(raw, config.init_from)
+        raw.initial = lambda name, seed: weights[name]
     model = distributed.parallelize(raw, world, param_dtype=dtype, activation_checkpoint=config.activation_checkpoint,
                                     compile=compiled, seed=config.seed, reshard_after_forward=config.reshard)
     peak_lr = config.lr or min(0.01, 0.64 / fields.n_embd)
@@ -309,13 +323,13 @@ def setup(config, world, micro_batch):
 
     say(f"data      {config.data}: {dataset.tokens:,} tokens to train on, {validation.tokens:,} to validate, "
         f"tokenizer {dataset.meta['tokenizer']} of {fields.vocab_size:,}")
-    say(f"model     {config.model}: {raw.num_params():,} parameters, {fields.n_layer} layers x {fields.n_embd}")
+    say(f"model     {config.init_from or config.model or 'nano'}: {raw.num_params():,} parameters, {fields.n_layer} layers x {fields.n_embd}")
     say(f"batch     {config.batch_size} sequences = {world.data_size} processes x {accumulation} micro-batches x "
         f"{micro_batch}, each of {fields.seq_len} tokens")
     say(f"machine   {world.size} x {world.device.type}, {str(dtype)[6:]} ({why_dtype}), compile {why_compile}, "
         f"peak {peak / 1e12:.2f} TFLOP/s ({source})")
     say(f"optimizer {config.optimizer}, peak lr {peak_lr:.2e}, {config.schedule}; "
-        + (f"{config.steps} steps from scratch" if resumed is None else f"resumed at step {step} of {config.steps}"))
+        + (f"{config.steps} steps from {config.init_from or 'scratch'}" if resumed is None else f"resumed at step {step} of {config.steps}"))
     return SimpleNamespace(
         config=config, world=world, say=say, dataset=dataset, validation=validation, micro_batch=micro_batch,
         accumulation=accumulation, raw=raw, model=model, optimizers=optimizers, scaler=scaler, peak_lr=peak_lr,
@@ -461,7 +475,7 @@ def show_sample(run, tokens=200):
     tokens = min(tokens, run.raw.config.seq_len - len(prompt))  # learned positions end there
     run.raw.eval()
     with run.autocast, torch.compiler.set_stance("force_eager"):  # the cache's length would recompile at each token
-        new, = run.raw.generate([prompt], tokens, temperature=0.8, seed=run.config.seed)
+        new, = run.raw.generate([prompt], tokens, temperature=0.8, seed=run.config.seed, vocab=tokenizer.n_vocab)
     run.say(f"---- sample: {tokenizer.decode(prompt)!r} goes on ----\n{tokenizer.decode(new)}\n----")
 
 
