@@ -51,8 +51,6 @@ def tensors(model, optimizers=()):
     for owner, (optimizer, _, parameter) in owners(model, optimizers).items():
         moments = optimizer.state.get(parameter, {})  # get: looking into it would make an entry
         state |= {f"{owner}.{field}": value for field, value in moments.items() if value is not None}
-    if odd := [key for key, value in state.items() if not isinstance(value, torch.Tensor)]:
-        raise ValueError(f"{odd[0]} is a {type(state[odd[0]]).__name__}, and a checkpoint holds tensors alone")
     return state
 
 
@@ -64,13 +62,13 @@ def empty(entry, group, parameter):
     return torch.zeros_like(parameter, dtype=entry.properties.dtype, requires_grad=False)
 
 
-def compare(saved, wanted):
+def compare(saved, wanted, problem="the checkpoint is of another model or optimizer"):
     """ValueError, with names and both shapes, unless what is `saved`, {name: shape}, is what is `wanted`."""
     odd = sorted(key for key in saved.keys() | wanted.keys() if saved.get(key) != wanted.get(key))
     if odd:
         shown = [f"{key} is {saved.get(key, 'absent')} in it, {wanted.get(key, 'absent')} here" for key in odd[:4]]
         more = f", and {len(odd) - 4} more" if len(odd) > 4 else ""
-        raise ValueError(f"the checkpoint is of another model or optimizer: {'; '.join(shown)}{more}")
+        raise ValueError(f"{problem}: {'; '.join(shown)}{more}")
 
 
 def not_finite(model):
@@ -156,10 +154,8 @@ def broken(folder, read=None):
 def flush(path):
     """Wait until a file's bytes, or a folder's entries, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    os.fsync(descriptor)
+    os.close(descriptor)
 
 
 def storage_writer(folder, commit):
@@ -243,6 +239,7 @@ class Checkpointer:
         write fails (at once, or if asynchronous from check() and finish()). Older checkpoints are then as they were.
         """
         import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
         self.settle()  # one write at a time
         if step == self.saved:
@@ -256,17 +253,12 @@ class Checkpointer:
         where = dict(storage_writer=writer, process_group=self.group)
         self.saved = step
         if self.asynchronous:
-            self.pending = dcp.async_save(tensors(model, optimizers), async_stager=self.staging(), **where)
+            cuda = torch.cuda.is_available()  # then the memory is pinned and the copies do not wait for each other
+            stager = DefaultStager(StagingOptions(cuda, False, False, cuda))  # new for each: torch 2.11 closes it after
+            self.pending = dcp.async_save(tensors(model, optimizers), async_stager=stager, **where)
         else:
             self.settle(lambda: dcp.save(tensors(model, optimizers), **where))
             self.finish()
-
-    def staging(self):
-        """The memory that an asynchronous save copies to: new for each, since torch 2.11 closes a stager after use."""
-        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
-
-        cuda = torch.cuda.is_available()  # then the memory is pinned and the copies do not wait for each other
-        return DefaultStager(StagingOptions(cuda, False, False, cuda))
 
     def commit(self, step, note, files, temporary):
         """Make a written checkpoint visible, then remove others. Runs on rank 0, when the ranks' parts are on disk."""
@@ -415,15 +407,13 @@ GPT2 = {
     "fixed": dict(norm="layernorm", position="learned", mlp="gelu", bias=True, qk_norm=False, norm_eps=1e-5, tied=True),
 }
 FAMILIES = {"gpt2": GPT2, "llama": LLAMA, "qwen3": QWEN3}
-ACCEPTED = {  # what config.json's other fields may say, as regular expressions; a field that is not here must be off
+EXPECTED = {  # what config.json's other fields may say, as regular expressions; one that is not here must be off
     "activation_function": "gelu_new|gelu_pytorch_tanh", "hidden_act": "silu|swish", "scale_attn_weights": "True",
-    "layer_types": r"\[('full_attention'(, )?)*\]", "pretraining_tp": "1", "partial_rotary_factor": r"1(\.0)?",
-    **dict.fromkeys(  # of training, of generating, of heads that are not ours, of windows that are off
-        "_name_or_path architectures attention_dropout bos_token_id chunk_size_feed_forward dtype eos_token_id id2label "
-        "initializer_range is_llama_config label2id max_window_layers model_type n_ctx pad_token_id return_dict "
-        "sliding_window summary_activation summary_first_dropout summary_proj_to_labels summary_type summary_use_proj "
-        "task_specific_params torch_dtype transformers.js_config transformers_version use_cache".split(), ".*"),
-}
+    "layer_types": r"\[('full_attention'(, )?)*\]", "pretraining_tp": "1", "partial_rotary_factor": r"1(\.0)?"}
+HARMLESS = (  # names of training, of generating, of other heads, of windows that are off
+    "_name_or_path|architectures|attention_dropout|chunk_size_feed_forward|(torch_)?dtype|initializer_range|id2label|"
+    "is_llama_config|label2id|max_window_layers|model_type|n_ctx|return_dict|sliding_window|summary_.*|use_cache|"
+    "task_specific_params|transformers.*|.*_token_id")
 
 
 def hf_config(fields):
@@ -446,12 +436,12 @@ def hf_config(fields):
 
 def rope_fields(config):
     """rope_theta and rope_scaling of a config.json, where transformers 5 has both in rope_parameters."""
-    rope = (config.get("rope_scaling") or {}) | (config.get("rope_parameters") or {})
-    theta, kind = rope.pop("rope_theta", config.get("rope_theta")), rope.pop("type", "default")
-    kind = rope.pop("rope_type", kind)
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    theta = rope.pop("rope_theta", config.get("rope_theta"))
+    kind = rope.pop("rope_type", None) or rope.pop("type", "default")
     known = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
-    if kind not in ("default", "llama3") or rope.keys() != (known if kind == "llama3" else set()):
-        raise ValueError(f"rope_type is {kind!r} with {rope}; known are default, alone, and llama3 with {sorted(known)}")
+    if (kind, rope.keys()) not in (("default", set()), ("llama3", known)):
+        raise ValueError(f"rope_type is {kind!r} with {rope}; known are default with none, and llama3 with {known}")
     return dict(rope_theta=theta, rope_scaling=dict(rope_type=kind, **rope) if rope else None, rope_parameters=None)
 
 
@@ -466,8 +456,9 @@ def model_fields(config):
     if family is not GPT2:
         config = config | rope_fields(config)
     for name, value in config.items():
-        expected = ACCEPTED.get(name, "None|False")
-        if name not in family["fields"] and not re.fullmatch(expected, str(value), re.DOTALL):
+        known = name in family["fields"] or re.fullmatch(HARMLESS, name)
+        expected = EXPECTED.get(name, "None|False")
+        if not known and not re.fullmatch(expected, str(value)):
             raise ValueError(f"{name} is {value!r}, expected {expected}: a GPT of model.py has nothing else")
     found = {ours: config[theirs] for theirs, ours in family["fields"].items() if config.get(theirs) is not None}
     if missing := {"vocab_size", "seq_len", "n_layer", "n_head", "n_embd"} - found.keys():
@@ -516,7 +507,8 @@ def read_hf(path):
                 file = path / name
                 found |= load_file(file)
     except Exception as error:  # whatever readers of JSON, zip, pickle and safetensors make of a damaged file
-        raise ValueError(f"{file} cannot be imported: {reason(error)}") from None
+        raise ValueError(f"{file} cannot be imported: {reason(error)}; expected a Hugging Face folder or nanoGPT's "
+                         "ckpt.pt, or, to sample from or export, a run of train.py with a checkpoint") from None
     base, tensors = "transformer." if kind == "gpt2" else "model.", {}
     for name, tensor in found.items():
         name = name.removeprefix("_orig_mod.")
@@ -527,20 +519,23 @@ def read_hf(path):
 
 
 def import_hf(model, path):
-    """{name: tensor, whole and still in the file} for each parameter of `model`, which may be on the meta device.
+    """The function (name, seed) -> whole tensor of each parameter of `model`, which may be on the meta device.
 
-    ValueError if a tensor is missing, unexpected or of another shape. Learned positions may be more than the model has.
+    In the place of model.initial, it makes distributed.materialize fill any layout, each process reading its own share
+    of the file. ValueError if a tensor is missing, unexpected or of another shape; the file may have more positions.
     """
     kind, fields, tensors = read_hf(path)
     shapes = {name: tuple(parameter.shape) for parameter, name in parameter_names(model).items()}
     parts, embed = hf_names(kind, shapes), FAMILIES[kind]["names"]["embed"] + ".weight"
-    if "position.weight" in shapes and "transformer.wpe.weight" in tensors:
-        tensors["transformer.wpe.weight"] = tensors["transformer.wpe.weight"][:shapes["position.weight"][0]]
-    if fields["tied"] and "lm_head.weight" in tensors and not torch.equal(tensors.pop("lm_head.weight"), tensors[embed]):
+    if (positions := tensors.get("transformer.wpe.weight")) is not None:
+        tensors["transformer.wpe.weight"] = positions[:model.config.seq_len]
+    if fields["tied"] and not torch.equal(tensors.pop("lm_head.weight", tensors[embed]), tensors[embed]):
         raise ValueError(f"{path}: lm_head.weight is not {embed}, though tie_word_embeddings is true")
-    compare({name: tuple(tensor.shape) for name, tensor in tensors.items()},
-            {theirs: (sum(shapes[name][0] for name in ours), *shapes[ours[0]][1:]) for theirs, ours in parts.items()})
-    return {name: part for theirs, ours in parts.items() for name, part in zip(ours, tensors[theirs].chunk(len(ours)))}
+    wanted = {theirs: (sum(shapes[name][0] for name in ours), *shapes[ours[0]][1:]) for theirs, ours in parts.items()}
+    compare({name: tuple(tensor.shape) for name, tensor in tensors.items()}, wanted,
+            f"{path} is no such model (has it fewer ids than the tokenizer of --data, or positions than --seq_len?)")
+    found = {name: part for theirs, ours in parts.items() for name, part in zip(ours, tensors[theirs].chunk(len(ours)))}
+    return lambda name, seed=0: found[name]
 
 
 @torch.no_grad()
@@ -551,24 +546,21 @@ def open_model(path, build):
     data.load_tokenizer; the tokenizer of a folder has the folder's path for a name.
     """
     checkpointer = Checkpointer(path)
-    extra = checkpointer.read_extra()
-    run = extra is not None
-    if not run:
-        if not os.path.isfile(path) and not Path(path, "config.json").exists():
-            raise ValueError(f"{path} holds no checkpoint: expected the --out of a train.py run, a folder in Hugging "
-                             "Face's form (config.json, model.safetensors), or nanoGPT's ckpt.pt")
+    extra, initial = checkpointer.read_extra(), None
+    if extra is None:
         fields = read_hf(path)[1]
         known = "gpt2" if fields["vocab_size"] in (50257, 50304) else None  # 50304: as nanoGPT rounds it up
         own = os.path.abspath(path) if Path(path, "tokenizer.json").exists() else known
-        extra = {"model": fields, "tokenizer": own, "data": None}
+        extra, initial = {"model": fields, "tokenizer": own, "data": None}, import_hf
     with torch.device("meta"):
         model = build(extra["model"])
-    weights = {} if run else import_hf(model, path)
+    initial = initial and initial(model, path)  # names and shapes are known to fit before there is memory
     model.to_empty(device="cpu")
-    if run:
+    if initial is None:
         checkpointer.load(model)
-    for name, tensor in weights.items():
-        model.get_parameter(name).copy_(tensor)
+    else:
+        for name, parameter in model.named_parameters():
+            parameter.copy_(initial(name))
     model.reset_buffers()
     return model, extra
 
@@ -583,31 +575,31 @@ def export_hf(model, fields, folder, dtype=torch.float32, shard_bytes=5 * 10 ** 
     from safetensors.torch import save_file
 
     config, folder, state = hf_config(fields), Path(folder), {n: p for p, n in parameter_names(model).items()}
-    kind = config["model_type"]
-    folder.mkdir(parents=True, exist_ok=True)
-    if any(folder.iterdir()):
+    if folder.exists() and any(folder.iterdir()):
         raise ValueError(f"{folder} is not empty, and files of another model would mix with these: take a new folder")
-    parts, count, room, place = hf_names(kind, state), 0, -1, {}
-    for name, ours in parts.items():
+    folder.mkdir(parents=True, exist_ok=True)
+    groups, room = [], 0
+    for name, ours in hf_names(config["model_type"], state).items():
         size = dtype.itemsize * sum(state[part].numel() for part in ours)
-        count, room = (count, room - size) if room >= size else (count + 1, shard_bytes - size)
-        place[name] = count
-    names = {n: f"model-{n:05d}-of-{count:05d}.safetensors" for n in range(1, count + 1)}
-    if count == 1:
-        names = {1: "model.safetensors"}
-    for number, file in names.items():
-        tensors = {name: torch.cat([state[part] for part in ours]).to(dtype)
-                   for name, ours in parts.items() if place[name] == number}
+        if not groups or size > room:
+            groups.append({})
+            room = shard_bytes
+        groups[-1][name] = ours
+        room -= size
+    index = {}
+    for number, group in enumerate(groups, 1):
+        file = f"model-{number:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else "model.safetensors"
+        tensors = {name: torch.cat([state[part] for part in ours]).to(dtype) for name, ours in group.items()}
         if odd := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
-            raise ValueError(f"{odd[0]} has numbers that are none in {dtype}: take --dtype fp32")
-        tensors = {name: conv1d(kind, name, tensor).contiguous() for name, tensor in tensors.items()}
+            raise ValueError(f"{odd[0]} has numbers that {dtype} has not: take --dtype fp32")
+        tensors = {name: conv1d(config["model_type"], name, tensor).contiguous() for name, tensor in tensors.items()}
         save_file(tensors, folder / file, metadata={"format": "pt"})
+        index |= dict.fromkeys(group, file)
     ids = {"bos_token_id": eot, "eos_token_id": eot}
-    files = {"config.json": config | ids | {"torch_dtype": str(dtype)[6:]}, "generation_config.json": ids, **(files or {})}
-    if count > 1:
-        total = dtype.itemsize * sum(tensor.numel() for tensor in state.values())
-        index = {name: names[number] for name, number in place.items()}
-        files["model.safetensors.index.json"] = {"metadata": {"total_size": total}, "weight_map": index}
+    config |= ids | {"torch_dtype": str(dtype)[6:]}
+    files = {"config.json": config, "generation_config.json": ids, **(files or {})}
+    if len(groups) > 1:
+        files["model.safetensors.index.json"] = {"metadata": {}, "weight_map": index}
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
@@ -628,20 +620,19 @@ class CheckpointConfig:
 
     def __post_init__(self):
         """Refuse what does not go with the command."""
-        if len(self.out) != (self.command in ("export", "import")):
-            raise ValueError(f"{self.command} takes {1 + (self.command in ('export', 'import'))} paths, found {1 + len(self.out)}")
-        for name, default in ("dtype", "fp32"), ("max_shard_size", "5GB"):
-            if self.command != "export" and getattr(self, name) != default:
-                raise ValueError(f"--{name} has no effect with {self.command}: it is for export")
+        paths = 2 if self.command in ("export", "import") else 1
+        if 1 + len(self.out) != paths:
+            raise ValueError(f"{self.command} takes {paths} paths, found {1 + len(self.out)}")
+        if self.command != "export" and (self.dtype, self.max_shard_size) != ("fp32", "5GB"):
+            raise ValueError(f"--dtype and --max_shard_size have no effect with {self.command}: they are for export")
         if not re.fullmatch("[1-9][0-9]*[KMG]B", self.max_shard_size):
-            raise ValueError(f"--max_shard_size is {self.max_shard_size}, expected a number and a unit, as in 5GB or 500MB")
+            raise ValueError(f"--max_shard_size is {self.max_shard_size}, expected a number with its unit, as in 500MB")
 
 
 def folders(path):
     """The checkpoint folders that `path` means, ascending: itself, or a run's. ValueError if there are none."""
     path = Path(path).resolve()
-    run = sorted([*path.glob("step_*"), *path.glob("checkpoints/step_*")])
-    found = [path] if path.name.startswith("step_") and path.is_dir() else run
+    found = [path] if path.name.startswith("step_") else sorted(path.glob("checkpoints/step_*"))
     if not found:
         raise ValueError(f"no checkpoints in {path}: expected the folder of a run, or one step_* folder of it")
     return found

@@ -83,7 +83,7 @@ GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?
 
 
 def hf_bytes():
-    """{byte: the character that stands for it in Hugging Face's byte-level vocabularies}: GPT-2's, all are printable."""
+    """{byte: the printable character that stands for it in GPT-2's vocabulary, and in all byte-level ones since}."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
     return {byte: chr(byte if byte in printable else 256 + others.index(byte)) for byte in range(256)}
@@ -97,39 +97,38 @@ def hf_tokenizer(encoding):
     ranks, letters = encoding._mergeable_ranks, hf_bytes()
     words = {token: token.decode("latin-1").translate(letters) for token in sorted(ranks, key=ranks.get)
              if token != b"<|endoftext|>"}  # a text may teach it to a BPE, but there the special token comes first
-    # tiktoken joins any two neighbours that make a token, so each way to cut a token in two tokens is a merge.
-    merges = [[words[token[:i]], words[token[i:]]] for token in words for i in range(1, len(token))
+    # tiktoken joins any two neighbours that make a token: each way to cut a token into two tokens is a merge.
+    merges = [f"{words[token[:i]]} {words[token[i:]]}" for token in words for i in range(1, len(token))
               if token[:i] in words and token[i:] in words]
-    special = [dict(id=id, content=name, single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
-               for name, id in encoding._special_tokens.items()]
-    level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
-    # Their regular expressions (Oniguruma) read x{1,3}+ as (x{1,3})+, where tiktoken's never give back what they took.
+    model = dict(type="BPE", vocab={word: ranks[token] for token, word in words.items()}, merges=merges)
+    special = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
+    added = [dict(content=name, id=number, **special) for name, number in encoding._special_tokens.items()]
+    # To their regular expressions (Oniguruma) x{1,3}+ is (x{1,3})+; here it is x{1,3} that gives nothing back.
     pattern = re.sub(r"(\{\d+(,\d*)?\})\+", r"\1", encoding._pat_str)
     split = dict(type="Split", pattern={"Regex": pattern}, behavior="Isolated", invert=False)
-    model = dict(type="BPE", dropout=None, unk_token=None, continuing_subword_prefix=None, end_of_word_suffix=None,
-                 fuse_unk=False, byte_fallback=False, vocab={words[token]: ranks[token] for token in words}, merges=merges)
-    content = dict(version="1.0", truncation=None, padding=None, added_tokens=special, normalizer=None, decoder=level,
-                   pre_tokenizer=dict(type="Sequence", pretokenizers=[split, level]), post_processor=None, model=model)
-    config = dict(tokenizer_class="PreTrainedTokenizerFast", eos_token="<|endoftext|>", bos_token="<|endoftext|>",
-                  clean_up_tokenization_spaces=False)
+    level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
+    before = dict(type="Sequence", pretokenizers=[split, level])
+    content = dict(version="1.0", added_tokens=added, pre_tokenizer=before, decoder=level, model=model)
+    end = "<|endoftext|>"
+    config = dict(tokenizer_class="PreTrainedTokenizerFast", bos_token=end, eos_token=end)
     return {"tokenizer.json": content, "tokenizer_config.json": config}
 
 
 def read_hf_tokenizer(folder):
     """The tiktoken.Encoding of a byte-level BPE in Hugging Face's form, as GPT-2's, Llama 3's, Qwen's and ours are."""
     content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-    model, outer = content["model"], content["pre_tokenizer"] or {}
-    parts = outer.get("pretokenizers", [outer])
-    if model["type"] != "BPE" or "ByteLevel" not in [part.get("type") for part in parts]:
+    model, before = content["model"], content["pre_tokenizer"] or {}
+    parts = {part.get("type"): part for part in before.get("pretokenizers", [before])}
+    if model["type"] != "BPE" or "ByteLevel" not in parts:
         raise ValueError(f"{folder}/tokenizer.json is no byte-level BPE, which is all that tiktoken can be")
-    pattern = next((part["pattern"]["Regex"] for part in parts if part["type"] == "Split"), GPT2_PATTERN)
+    pattern = parts["Split"]["pattern"]["Regex"] if "Split" in parts else GPT2_PATTERN
     special = {token["content"]: token["id"] for token in content["added_tokens"]}
-    letters = {letter: chr(byte) for byte, letter in hf_bytes().items()}
-    ranks = {token.translate(str.maketrans(letters)).encode("latin-1"): rank for token, rank in model["vocab"].items()
-             if token not in special}
-    if "<|endoftext|>" not in special:
+    if "<|endoftext|>" not in special:  # Llama's has another name
         config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
         special["<|endoftext|>"] = special[config["eos_token"]]
+    letters = str.maketrans({letter: chr(byte) for byte, letter in hf_bytes().items()})
+    ranks = {word.translate(letters).encode("latin-1"): rank for word, rank in model["vocab"].items()
+             if word not in special}
     return tiktoken.Encoding(str(folder), pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
 
 

@@ -290,8 +290,8 @@ class GPT(nn.Module):
 
         `prompts` is a list of B non-empty lists of ids, of any lengths up to seq_len. With RoPE it goes on past seq_len
         and sees the newest seq_len tokens; learned positions end there, and asking for more raises ValueError.
-        `temperature` 0 takes the likeliest token; `seed` makes the draws repeatable; `vocab` is how many ids the tokenizer
-        has: no text stands for what a padded vocabulary has beyond.
+        `temperature` 0 takes the likeliest token; `seed` makes the draws repeatable; `vocab` is the tokenizer's number
+        of ids: no text stands for those that a padded vocabulary has beyond it.
         """
         longest, limit = max(map(len, prompts)), self.config.seq_len
         if not min(map(len, prompts)):

@@ -1528,7 +1528,7 @@ PUBLISHED = {  # shapes that transformers has a class for, each odd in its own w
     "gpt2": dict(SHAPES["gpt2"], norm_eps=1e-5, tied=True), "gpt2-untied": dict(SHAPES["gpt2"], n_hidden=100),
     "llama": dict(n_kv_head=2), "llama-mqa": dict(tied=True, n_kv_head=1, head_dim=24, n_hidden=96, rope_theta=5e5),
     "llama3": dict(n_kv_head=2, norm_eps=1e-5, rope_scaling=dict(
-        rope_type="llama3", factor=8.0, low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=16)),
+        model_file.llama3_scaling(8.0), original_max_position_embeddings=16)),
     "qwen3": dict(qk_norm=True, n_kv_head=2, head_dim=32), "qwen3-tied": dict(qk_norm=True, tied=True, rope_theta=1e6),
 }
 
@@ -1630,7 +1630,7 @@ def test_hf_random_models_of_transformers_load_here():
 
 
 def test_hf_each_tensor_arrives_under_its_own_name():
-    """Filled with a constant of its own, each is found under the name that the class has for it, packed ones in order."""
+    """Filled with a constant of its own, each is found under the class's name for it, the packed ones in order."""
     from safetensors.torch import load_file
     llama = ["model.layers.1.self_attn.k_proj.weight", "model.layers.1.mlp.gate_proj.weight", "lm_head.weight",
              "model.layers.0.post_attention_layernorm.weight", "model.norm.weight"]
@@ -1654,15 +1654,16 @@ def test_hf_each_tensor_arrives_under_its_own_name():
             assert all((p == constants[name]).all() for name, p in from_hf(d / "hf").named_parameters())
 
 
-ODD = ["e\u0301é", "👩‍👩‍👧‍👦🇩🇪", "\r\n\r", "\t\0\x1c\x0b\x7f\x85", " " * 37, "    x", "中文한글ไทยहिन्दी", "שלום\u202eمرحبا", "\ufeff\u00a0\u200b",
-       "ſK'ſ'LL I'm don't", "1234567٣٤٥½²", "ǅİßﬁ", "\U0010ffff\u0378\ue000", "aaaaaaaaaaaaa", "=======", ".\n\n\n", "\u2028"]
+ODD = ["e\u0301é", "👩‍👩‍👧‍👦🇩🇪", "\r\n\r", "\t\0\x1c\x0b\x7f\x85", " " * 37, "    x", "中文한글ไทยहिन्दी",
+       "שלום\u202eمرحبا", "\ufeff\u00a0\u200b", "ſK'ſ'LL I'm don't", "1234567٣٤٥½²", "ǅİßﬁ", "\U0010ffff\u0378\ue000",
+       "aaaaaaaaaaaaa", "=======", ".\n\n\n", "\u2028"]
 
 
 def test_hf_tokenizer_gives_the_ids_of_tiktoken():
     """bytes, gpt2 and a trained BPE, on odd characters in any order and on all of the basic plane; and read back."""
     hf, draw = transformers(), np.random.default_rng(0)
-    texts = ["".join(draw.choice(ODD, 300)) for _ in range(5)] + ["".join(map(chr, range(1, 0xd800))), "", " ", "a" * 999]
-    texts += ["".join(draw.choice(["a", "b", " "], 500)), Path(model_file.__file__).read_text(encoding="utf-8")]
+    texts = ["".join(draw.choice(ODD, 300)) for _ in range(5)] + ["".join(map(chr, range(1, 0xd800)))]
+    texts += ["", " ", "a" * 999, "".join(draw.choice(["a", "b", " "], 500)), Path(model_file.__file__).read_text()]
     with gpt2_files(), folder() as d:
         names = ["bytes", "gpt2"]
         with contextlib.suppress(ImportError):
@@ -1694,8 +1695,8 @@ def test_hf_what_is_not_known_is_refused_with_field_and_value():
     """Both ways: never loaded into, or exported as, something that merely has the same shapes."""
     with folder() as d:
         for family, changes in {
-                "llama": [dict(model_type="mistral"), dict(num_experts=8), dict(attention_bias=True), dict(mlp_bias=True),
-                          dict(hidden_act="gelu"), dict(rope_scaling=dict(rope_type="yarn", factor=4.0)),
+                "llama": [dict(model_type="mistral"), dict(num_experts=8), dict(attention_bias=True),
+                          dict(mlp_bias=True), dict(hidden_act="gelu"), dict(rope_scaling=dict(type="yarn", factor=4.0)),
                           dict(rope_parameters=dict(rope_type="linear", factor=2.0)), dict(pretraining_tp=2),
                           dict(rope_scaling=dict(rope_type="llama3", factor=2.0)), dict(partial_rotary_factor=0.5),
                           dict(quantization_config={"bits": 4}), dict(rope_interleaved=True)],
@@ -1708,7 +1709,7 @@ def test_hf_what_is_not_known_is_refused_with_field_and_value():
             for change in changes:
                 edit(d / family / "config.json", **change)
                 (name, value), = change.items()
-                value = value.get("rope_type", "") if isinstance(value, dict) else value
+                value = value.get("rope_type", value.get("type", "")) if isinstance(value, dict) else value
                 fails(ValueError, f"{str(name)[:4]} {value}", from_hf, d / family)
                 (d / family / "config.json").write_text(whole)
         for name, change in [("bias", dict(bias=True)), ("norm", dict(norm="layernorm")), ("mlp", dict(mlp="gelu")),
@@ -1749,13 +1750,14 @@ def test_hf_damaged_and_hostile_folders_are_one_line():
         edit(d / "hf/config.json", tie_word_embeddings=False)
         from_hf(d / "hf")
         index = d / "hf/model.safetensors.index.json"
-        for weights, words in [({"a": "../hf/model.safetensors"}, "out of the folder"), ({"a": "/etc/passwd"}, "/etc/passwd"),
-                               ({"a": "gone.safetensors"}, "gone"), ([], "index.json"), ({"a": 3}, "index.json")]:
+        for weights, words in [({"a": "../hf/model.safetensors"}, "out of the folder"),
+                               ({"a": "/etc/passwd"}, "/etc/passwd"), ({"a": "gone.safetensors"}, "gone"),
+                               ([], "index.json"), ({"a": 3}, "index.json")]:
             index.write_text(json.dumps({"weight_map": weights}))
             fails(ValueError, words, from_hf, d / "hf")
         (d / "hf/config.json").write_text("{")
         fails(ValueError, "config.json", from_hf, d / "hf")
-        fails(ValueError, "nowhere holds no checkpoint", from_hf, "nowhere")
+        fails(ValueError, "nowhere/config.json run", from_hf, "nowhere")
         torch.save({"model": Evil(d / "mark"), "model_args": {}}, d / "ckpt.pt")
         fails(ValueError, "ckpt.pt system", from_hf, d / "ckpt.pt")
         assert not (d / "mark").exists()
@@ -1771,7 +1773,8 @@ def test_a_ckpt_of_nanogpt_is_imported():
     state["_orig_mod.transformer.h.0.attn.bias"] = torch.ones(1, 1, 96, 96)
     args = dict(n_layer=2, n_head=4, n_embd=64, block_size=96, bias=True, vocab_size=67, dropout=0.0)
     with folder() as d:
-        torch.save(dict(model=state, model_args=args, iter_num=3, best_val_loss=torch.tensor(1.0), config={}), d / "ckpt.pt")
+        saved = dict(model=state, model_args=args, iter_num=3, best_val_loss=torch.tensor(1.0), config={})
+        torch.save(saved, d / "ckpt.pt")
         assert same(checkpoint.tensors(from_hf(d / "ckpt.pt")), checkpoint.tensors(model))
 
 
@@ -1798,13 +1801,15 @@ def test_hf_commands_and_training_from_a_folder():
             assert torch.allclose(p, then[name][:48] if name == "position.weight" else then[name], atol=1e-20), name
         code, output = run(*flags, "--steps=3")
         assert code == 0 and "resumed at step 2" in output, output
+        code, output = run(*flags, "--seq_len=97", f"--out={d}/longer")
+        assert isinstance(code, str) and "(96, 64)" in code and "--seq_len" in code, (code, output)
         for wrong, words in [(["--n_layer=2"], "--n_layer --init_from"), (["--model=nano"], "--model --init_from"),
-                             (["--seq_len=97"], "96 97"), (["--init_from=nowhere"], "nowhere")]:
+                             (["--init_from=nowhere"], "nowhere")]:
             code, output = run(*flags, *wrong)
             assert code == 2 and output.count("\n") == 1 and all(word in output for word in words.split()), output
         edit(d / "data/meta.json", vocab_size=321)
-        code, output = run(*flags)
-        assert isinstance(code, str) and "320" in code and "321" in code, (code, output)
+        code, output = run(*flags, f"--out={d}/more")
+        assert isinstance(code, str) and "320" in code and "321" in code and "tokenizer" in code, (code, output)
 
         run = functools.partial(command, checkpoint)
         assert run("export", d / "out", d / "again", "--dtype=bf16")[0] == 0
@@ -1812,13 +1817,13 @@ def test_hf_commands_and_training_from_a_folder():
         samples = {command(model_file, d / where, "def", "--temperature=0", "--tokens=9") for where in ("again", "run")}
         assert len(samples) == 1 and samples.pop()[0] == 0
         for argv, words in [(["export", d], "2 paths 1"), (["inspect", d / "run", "--dtype=bf16"], "--dtype inspect"),
-                            (["export", d, d / "x", "--max_shard_size=5"], "--max_shard_size 5GB")]:
+                            (["export", d, d / "x", "--max_shard_size=5"], "--max_shard_size 500MB")]:
             code, output = run(*argv)
             assert code == 2 and output.count("\n") == 1 and all(word in output for word in words.split()), output
 
 
 def test_slow_hf_weights_pass_through_two_sharded_processes():
-    """--init_from into FSDP2 and TP, saved, exported: what was in the folder, bit for bit (at a rate of zero, nearly)."""
+    """--init_from into FSDP2 and TP, saved, exported: what was in the folder, bit for bit (the rate is nearly zero)."""
     from safetensors.torch import load_file
     for name, layout in itertools.product(("gpt2", "llama"), (["--fsdp"], ["--tp=2"])):
         with folder() as d:

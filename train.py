@@ -46,7 +46,7 @@ class TrainConfig:
     n_head: Annotated[int | None, "query heads"] = None
     n_kv_head: Annotated[int | None, "key/value heads, for grouped-query attention"] = None
     n_embd: Annotated[int | None, "width"] = None
-    init_from: Annotated[str | None, "start from a Hugging Face folder or nanoGPT's ckpt.pt, in place of --model"] = None
+    init_from: Annotated[str | None, "start from a Hugging Face folder or nanoGPT's ckpt.pt, not from --model"] = None
     seq_len: Annotated[int | None, "tokens a training sequence has; default: the preset's, at most 4096"] = None
     dropout: Annotated[float | None, "probability of dropping an activation or attention weight"] = None
     steps: Annotated[int, "optimizer steps of the whole run"] = 200
@@ -133,14 +133,10 @@ def parse_args(kind, prog, argv=None):
 
 def model_config(config, vocab_size):
     """The ModelConfig of preset and flags; raises ValueError where they do not make a network."""
+    fields = dict(PRESETS[config.model or "nano"], vocab_size=vocab_size)
     if config.init_from:
         fields = checkpoint.read_hf(config.init_from)[1]
-        limit = config.seq_len or 0 if fields["position"] == "learned" else 0
-        if fields["vocab_size"] < vocab_size or fields["seq_len"] < limit:
-            raise ValueError(f"--init_from {config.init_from} has {fields['vocab_size']} ids and {fields['seq_len']} "
-                             f"positions, but the data {vocab_size} ids, and --seq_len is {config.seq_len}")
-    else:
-        fields = dict(PRESETS[config.model or "nano"], vocab_size=vocab_size)
+        fields["vocab_size"] = max(fields["vocab_size"], vocab_size)  # too few are refused with the tensors, by shape
     fields["seq_len"] = config.seq_len or min(fields["seq_len"], 4096)
     for name in "n_layer", "n_head", "n_kv_head", "n_embd", "dropout":
         if getattr(config, name) is not None:
@@ -304,8 +300,7 @@ def setup(config, world, micro_batch):
     with torch.device("meta"):
         raw = GPT(fields, config.attention)
     if config.init_from and resumed is None:
-        weights = checkpoint.import_hf(raw, config.init_from)
-        raw.initial = lambda name, seed: weights[name]
+        raw.initial = checkpoint.import_hf(raw, config.init_from)
     model = distributed.parallelize(raw, world, param_dtype=dtype, activation_checkpoint=config.activation_checkpoint,
                                     compile=compiled, seed=config.seed, reshard_after_forward=config.reshard)
     peak_lr = config.lr or min(0.01, 0.64 / fields.n_embd)
@@ -323,13 +318,15 @@ def setup(config, world, micro_batch):
 
     say(f"data      {config.data}: {dataset.tokens:,} tokens to train on, {validation.tokens:,} to validate, "
         f"tokenizer {dataset.meta['tokenizer']} of {fields.vocab_size:,}")
-    say(f"model     {config.init_from or config.model or 'nano'}: {raw.num_params():,} parameters, {fields.n_layer} layers x {fields.n_embd}")
+    say(f"model     {config.init_from or config.model or 'nano'}: {raw.num_params():,} parameters, "
+        f"{fields.n_layer} layers x {fields.n_embd}")
     say(f"batch     {config.batch_size} sequences = {world.data_size} processes x {accumulation} micro-batches x "
         f"{micro_batch}, each of {fields.seq_len} tokens")
     say(f"machine   {world.size} x {world.device.type}, {str(dtype)[6:]} ({why_dtype}), compile {why_compile}, "
         f"peak {peak / 1e12:.2f} TFLOP/s ({source})")
     say(f"optimizer {config.optimizer}, peak lr {peak_lr:.2e}, {config.schedule}; "
-        + (f"{config.steps} steps from {config.init_from or 'scratch'}" if resumed is None else f"resumed at step {step} of {config.steps}"))
+        + (f"{config.steps} steps from {config.init_from or 'scratch'}" if resumed is None
+           else f"resumed at step {step} of {config.steps}"))
     return SimpleNamespace(
         config=config, world=world, say=say, dataset=dataset, validation=validation, micro_batch=micro_batch,
         accumulation=accumulation, raw=raw, model=model, optimizers=optimizers, scaler=scaler, peak_lr=peak_lr,
