@@ -135,8 +135,6 @@ def broken(folder, read=None):
     Looks at names and sizes; with read=(rank, ranks) also at the checksums of this rank's share of the files.
     """
     name = "files.json"
-    if not folder.is_dir():
-        return "there is no such checkpoint"
     try:
         for number, (name, (size, crc)) in enumerate(file_list(folder).items()):
             if os.path.basename(name) != name:
@@ -146,7 +144,7 @@ def broken(folder, read=None):
             if read and number % read[1] == read[0] and fingerprint(folder / name) != [size, crc]:
                 return f"{name} is not what was written: its checksum differs"
     except FileNotFoundError:
-        return f"{name} is missing"
+        return f"{name} is missing" if folder.exists() else "there is no such checkpoint"
     except (OSError, ValueError, TypeError, AttributeError) as error:
         return f"{name} cannot be read: {error}"
 
@@ -379,33 +377,31 @@ class Checkpointer:
 # config.json -> of ModelConfig. fixed: what the class has beside them, and what an absent field means.
 
 LLAMA = {
-    "architecture": "LlamaForCausalLM",
+    "class": "LlamaForCausalLM",
+    "fixed": dict(norm="rmsnorm", position="rope", mlp="swiglu", bias=False, qk_norm=False, norm_eps=1e-6),
+    "fields": dict(
+        vocab_size="vocab_size", max_position_embeddings="seq_len", num_hidden_layers="n_layer", hidden_size="n_embd",
+        num_attention_heads="n_head", num_key_value_heads="n_kv_head", head_dim="head_dim", rms_norm_eps="norm_eps",
+        intermediate_size="n_hidden", tie_word_embeddings="tied", rope_theta="rope_theta", rope_scaling="rope_scaling"),
     "names": {
         "embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head", "blocks": "model.layers",
         "attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm", "attn.q": "self_attn.q_proj",
         "attn.k": "self_attn.k_proj", "attn.v": "self_attn.v_proj", "attn.o": "self_attn.o_proj",
         "attn.q_norm": "self_attn.q_norm", "attn.k_norm": "self_attn.k_norm", "mlp.gate": "mlp.gate_proj",
-        "mlp.up": "mlp.up_proj", "mlp.down": "mlp.down_proj"},
-    "fields": dict(
-        vocab_size="vocab_size", max_position_embeddings="seq_len", num_hidden_layers="n_layer", hidden_size="n_embd",
-        num_attention_heads="n_head", num_key_value_heads="n_kv_head", head_dim="head_dim", rms_norm_eps="norm_eps",
-        intermediate_size="n_hidden", tie_word_embeddings="tied", rope_theta="rope_theta", rope_scaling="rope_scaling"),
-    "fixed": dict(norm="rmsnorm", position="rope", mlp="swiglu", bias=False, qk_norm=False, norm_eps=1e-6),
-}
-QWEN3 = LLAMA | {"architecture": "Qwen3ForCausalLM", "fixed": LLAMA["fixed"] | {"qk_norm": True}}
+        "mlp.up": "mlp.up_proj", "mlp.down": "mlp.down_proj"}}
+QWEN3 = LLAMA | {"class": "Qwen3ForCausalLM", "fixed": LLAMA["fixed"] | {"qk_norm": True}}
 GPT2 = {
-    "architecture": "GPT2LMHeadModel",
-    "names": {
-        "embed": "transformer.wte", "position": "transformer.wpe", "norm": "transformer.ln_f", "head": "lm_head",
-        "blocks": "transformer.h", "attn_norm": "ln_1", "mlp_norm": "ln_2", "attn.q": "attn.c_attn",
-        "attn.k": "attn.c_attn", "attn.v": "attn.c_attn", "attn.o": "attn.c_proj", "mlp.up": "mlp.c_fc",
-        "mlp.down": "mlp.c_proj"},
+    "class": "GPT2LMHeadModel",
+    "fixed": dict(norm="layernorm", position="learned", mlp="gelu", bias=True, qk_norm=False, norm_eps=1e-5, tied=True),
     "fields": dict(
         vocab_size="vocab_size", n_positions="seq_len", n_layer="n_layer", n_head="n_head", n_embd="n_embd",
         n_inner="n_hidden", layer_norm_epsilon="norm_eps", tie_word_embeddings="tied", attn_pdrop="dropout",
         embd_pdrop="dropout", resid_pdrop="dropout"),
-    "fixed": dict(norm="layernorm", position="learned", mlp="gelu", bias=True, qk_norm=False, norm_eps=1e-5, tied=True),
-}
+    "names": {
+        "embed": "transformer.wte", "position": "transformer.wpe", "norm": "transformer.ln_f", "head": "lm_head",
+        "blocks": "transformer.h", "attn_norm": "ln_1", "mlp_norm": "ln_2", "attn.q": "attn.c_attn",
+        "attn.k": "attn.c_attn", "attn.v": "attn.c_attn", "attn.o": "attn.c_proj", "mlp.up": "mlp.c_fc",
+        "mlp.down": "mlp.c_proj"}}
 FAMILIES = {"gpt2": GPT2, "llama": LLAMA, "qwen3": QWEN3}
 EXPECTED = {  # what config.json's other fields may say, as regular expressions; one that is not here must be off
     "activation_function": "gelu_new|gelu_pytorch_tanh", "hidden_act": "silu|swish", "scale_attn_weights": "True",
@@ -414,6 +410,15 @@ HARMLESS = (  # names of training, of generating, of other heads, of windows tha
     "_name_or_path|architectures|attention_dropout|chunk_size_feed_forward|(torch_)?dtype|initializer_range|id2label|"
     "is_llama_config|label2id|max_window_layers|model_type|n_ctx|return_dict|sliding_window|summary_.*|use_cache|"
     "task_specific_params|transformers.*|.*_token_id")
+
+
+def new_folder(path):
+    """Make a folder, which must be empty if it is there: nothing is mixed with, or taken for, what was in it."""
+    path = Path(path)
+    path.mkdir(parents=True, exist_ok=True)
+    if any(path.iterdir()):
+        raise ValueError(f"{path} is not empty: take another folder")
+    return path
 
 
 def hf_config(fields):
@@ -425,13 +430,13 @@ def hf_config(fields):
     has = {"n_kv_head": fields["n_head"], "head_dim": fields["n_embd"] / fields["n_head"], **family["fixed"]}
     for name, value in fields.items():
         if name not in free and (value or 0) != has.get(name, 0):
-            raise ValueError(f"{name} is {value!r}, and {family['architecture']} has {has.get(name, 'none')!r}: "
+            raise ValueError(f"{name} is {value!r}, and {family['class']} has {has.get(name, 'none')!r}: "
                              "transformers has no class for this model")
     config = {theirs: fields[ours] for theirs, ours in family["fields"].items()}
     if scaling := config.get("rope_scaling"):  # transformers warns of a context too short to need it
         stretched = int(scaling["factor"] * scaling["original_max_position_embeddings"])
         config["max_position_embeddings"] = max(fields["seq_len"], stretched)
-    return config | {"model_type": kind, "architectures": [family["architecture"]]}
+    return config | {"model_type": kind, "architectures": [family["class"]]}
 
 
 def rope_fields(config):
@@ -493,8 +498,10 @@ def read_hf(path):
     try:
         if path.is_file():
             saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            kind, found, args = "gpt2", saved["model"], dict(saved["model_args"])
-            fields = GPT2["fixed"] | {"seq_len": args.pop("block_size")} | args
+            kind, found, args = "gpt2", saved["model"], {"model_type": "gpt2", **saved["model_args"]}
+            args |= {"n_positions": args.pop("block_size"), "resid_pdrop": args.pop("dropout", 0.0)}
+            bias = args.pop("bias", True)
+            fields = model_fields(args) | {"bias": bias}
         else:
             file = path / "config.json"
             config = json.loads(file.read_text(encoding="utf-8"))
@@ -527,9 +534,10 @@ def import_hf(model, path):
     kind, fields, tensors = read_hf(path)
     shapes = {name: tuple(parameter.shape) for parameter, name in parameter_names(model).items()}
     parts, embed = hf_names(kind, shapes), FAMILIES[kind]["names"]["embed"] + ".weight"
-    if (positions := tensors.get("transformer.wpe.weight")) is not None:
-        tensors["transformer.wpe.weight"] = positions[:model.config.seq_len]
-    if fields["tied"] and not torch.equal(tensors.pop("lm_head.weight", tensors[embed]), tensors[embed]):
+    if "transformer.wpe.weight" in tensors:
+        tensors["transformer.wpe.weight"] = tensors["transformer.wpe.weight"][:shapes["position.weight"][0]]
+    head = tensors.pop("lm_head.weight", None) if fields.get("tied") else None  # some files have the tied head, too
+    if head is not None and embed in tensors and not torch.equal(head, tensors[embed]):
         raise ValueError(f"{path}: lm_head.weight is not {embed}, though tie_word_embeddings is true")
     wanted = {theirs: (sum(shapes[name][0] for name in ours), *shapes[ours[0]][1:]) for theirs, ours in parts.items()}
     compare({name: tuple(tensor.shape) for name, tensor in tensors.items()}, wanted,
@@ -574,10 +582,8 @@ def export_hf(model, fields, folder, dtype=torch.float32, shard_bytes=5 * 10 ** 
     """
     from safetensors.torch import save_file
 
-    config, folder, state = hf_config(fields), Path(folder), {n: p for p, n in parameter_names(model).items()}
-    if folder.exists() and any(folder.iterdir()):
-        raise ValueError(f"{folder} is not empty, and files of another model would mix with these: take a new folder")
-    folder.mkdir(parents=True, exist_ok=True)
+    config, state = hf_config(fields), {name: parameter for parameter, name in parameter_names(model).items()}
+    folder = new_folder(folder)
     groups, room = [], 0
     for name, ours in hf_names(config["model_type"], state).items():
         size = dtype.itemsize * sum(state[part].numel() for part in ours)
@@ -599,7 +605,8 @@ def export_hf(model, fields, folder, dtype=torch.float32, shard_bytes=5 * 10 ** 
     config |= ids | {"torch_dtype": str(dtype)[6:]}
     files = {"config.json": config, "generation_config.json": ids, **(files or {})}
     if len(groups) > 1:
-        files["model.safetensors.index.json"] = {"metadata": {}, "weight_map": index}
+        total = dtype.itemsize * sum(parameter.numel() for parameter in state.values())
+        files["model.safetensors.index.json"] = {"metadata": {"total_size": total}, "weight_map": index}
     for name, content in files.items():
         (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
@@ -671,12 +678,13 @@ def main():
         model, extra = open_model(config.folder, lambda fields: GPT(ModelConfig(**fields)))
         out, fields = config.out[0], asdict(model.config)
         if config.command == "import":
-            Checkpointer(out).save(0, model, (), dict(extra, config={"optimizer": None}, model=fields))
+            Checkpointer(new_folder(out)).save(0, model, (), dict(extra, config={"optimizer": None}, model=fields))
         else:
             tokenizer = data.load_tokenizer(extra["tokenizer"], extra["data"]) if extra["tokenizer"] else None
             size = int(config.max_shard_size[:-2]) * 1000 ** ("KMG".index(config.max_shard_size[-2]) + 1)
             dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config.dtype]
-            export_hf(model, fields, out, dtype, size, tokenizer and tokenizer.eot_token, data.hf_tokenizer(tokenizer))
+            files = data.hf_tokenizer(tokenizer) if tokenizer else {}
+            export_hf(model, fields, out, dtype, size, tokenizer and tokenizer.eot_token, files)
         print(f"{out} is written: try python model.py {out}")
     except (ValueError, OSError, ImportError) as error:
         sys.exit(f"checkpoint.py: {error}")
