@@ -529,7 +529,8 @@ def import_hf(model, path):
     """The function (name, seed) -> whole tensor of each parameter of `model`, which may be on the meta device.
 
     In the place of model.initial, it makes distributed.materialize fill any layout, each process reading its own share
-    of the file. ValueError if a tensor is missing, unexpected or of another shape; the file may have more positions.
+    of the files. It gives a tensor once: a file is unmapped when its last one has gone. ValueError if a tensor is
+    missing, unexpected or of another shape; learned positions may be more than the model has.
     """
     kind, fields, tensors = read_hf(path)
     shapes = {name: tuple(parameter.shape) for parameter, name in parameter_names(model).items()}
@@ -543,7 +544,7 @@ def import_hf(model, path):
     compare({name: tuple(tensor.shape) for name, tensor in tensors.items()}, wanted,
             f"{path} is no such model (has it fewer ids than the tokenizer of --data, or positions than --seq_len?)")
     found = {name: part for theirs, ours in parts.items() for name, part in zip(ours, tensors[theirs].chunk(len(ours)))}
-    return lambda name, seed=0: found[name]
+    return lambda name, seed=0: found.pop(name)
 
 
 @torch.no_grad()
