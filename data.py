@@ -115,7 +115,10 @@ def hf_tokenizer(encoding):
 
 
 def read_hf_tokenizer(folder):
-    """The tiktoken.Encoding of a byte-level BPE in Hugging Face's form, as GPT-2's, Llama 3's, Qwen's and ours are."""
+    """The tiktoken.Encoding of a byte-level BPE in Hugging Face's form, as GPT-2's, Llama 3's, Qwen's and ours are.
+
+    What a tokenizer does before it splits (Qwen's Unicode NFC) is left out: it changes decomposed letters alone.
+    """
     content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
     model, before = content["model"], content["pre_tokenizer"] or {}
     parts = {part.get("type"): part for part in before.get("pretokenizers", [before])}
