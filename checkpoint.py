@@ -10,11 +10,12 @@ Only tensors go through DCP, the rest is JSON, and DCP's one pickle is read thro
 import json
 import os
 import pickle
+import re
 import shutil
 import sys
 import warnings
 import zlib
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -50,8 +51,6 @@ def tensors(model, optimizers=()):
     for owner, (optimizer, _, parameter) in owners(model, optimizers).items():
         moments = optimizer.state.get(parameter, {})  # get: looking into it would make an entry
         state |= {f"{owner}.{field}": value for field, value in moments.items() if value is not None}
-    if odd := [key for key, value in state.items() if not isinstance(value, torch.Tensor)]:
-        raise ValueError(f"{odd[0]} is a {type(state[odd[0]]).__name__}, and a checkpoint holds tensors alone")
     return state
 
 
@@ -63,15 +62,13 @@ def empty(entry, group, parameter):
     return torch.zeros_like(parameter, dtype=entry.properties.dtype, requires_grad=False)
 
 
-def compare(entries, targets):
-    """ValueError, with names and both shapes, unless a checkpoint's entries are those of `targets`."""
-    saved = {key: tuple(entry.size) for key, entry in entries.items()}
-    wanted = {key: tuple(tensor.shape) for key, tensor in targets.items()}
+def compare(saved, wanted, problem="the checkpoint is of another model or optimizer"):
+    """ValueError, with names and both shapes, unless what is `saved`, {name: shape}, is what is `wanted`."""
     odd = sorted(key for key in saved.keys() | wanted.keys() if saved.get(key) != wanted.get(key))
     if odd:
         shown = [f"{key} is {saved.get(key, 'absent')} in it, {wanted.get(key, 'absent')} here" for key in odd[:4]]
         more = f", and {len(odd) - 4} more" if len(odd) > 4 else ""
-        raise ValueError(f"the checkpoint is of another model or optimizer: {'; '.join(shown)}{more}")
+        raise ValueError(f"{problem}: {'; '.join(shown)}{more}")
 
 
 def not_finite(model):
@@ -138,8 +135,6 @@ def broken(folder, read=None):
     Looks at names and sizes; with read=(rank, ranks) also at the checksums of this rank's share of the files.
     """
     name = "files.json"
-    if not folder.is_dir():
-        return "there is no such checkpoint"
     try:
         for number, (name, (size, crc)) in enumerate(file_list(folder).items()):
             if os.path.basename(name) != name:
@@ -149,7 +144,7 @@ def broken(folder, read=None):
             if read and number % read[1] == read[0] and fingerprint(folder / name) != [size, crc]:
                 return f"{name} is not what was written: its checksum differs"
     except FileNotFoundError:
-        return f"{name} is missing"
+        return f"{name} is missing" if folder.exists() else "there is no such checkpoint"
     except (OSError, ValueError, TypeError, AttributeError) as error:
         return f"{name} cannot be read: {error}"
 
@@ -157,10 +152,8 @@ def broken(folder, read=None):
 def flush(path):
     """Wait until a file's bytes, or a folder's entries, are on the disk."""
     descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)
+    os.fsync(descriptor)
+    os.close(descriptor)
 
 
 def storage_writer(folder, commit):
@@ -244,6 +237,7 @@ class Checkpointer:
         write fails (at once, or if asynchronous from check() and finish()). Older checkpoints are then as they were.
         """
         import torch.distributed.checkpoint as dcp
+        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
         self.settle()  # one write at a time
         if step == self.saved:
@@ -363,7 +357,8 @@ class Checkpointer:
         moments = {key: empty(entry, *state_of[owner][1:]) for key, entry in entries.items()
                    if (owner := key.rpartition(".")[0]) in state_of}
         targets = tensors(model) | moments
-        compare(entries, targets)
+        compare({key: tuple(entry.size) for key, entry in entries.items()},
+                {key: tuple(tensor.shape) for key, tensor in targets.items()})
         reader = dcp.FileSystemReader(self.folder(step))
         reader.read_metadata = lambda *args, **kwargs: index  # its own would unpickle anything
         try:
@@ -385,22 +380,275 @@ class Checkpointer:
         return None if step is None else json.loads((self.folder(step) / "state.json").read_text())["extra"]
 
 
+# ---- Hugging Face's form --------------------------------------------------------------------------------------------
+# A row for each model_type. names: ours -> theirs; ours that share one are stacked in it, in this order. fields: of
+# config.json -> of ModelConfig. fixed: what the class has beside them, and what an absent field means.
+
+LLAMA = {
+    "class": "LlamaForCausalLM",
+    "fixed": dict(norm="rmsnorm", position="rope", mlp="swiglu", bias=False, qk_norm=False, norm_eps=1e-6),
+    "fields": dict(
+        vocab_size="vocab_size", max_position_embeddings="seq_len", num_hidden_layers="n_layer", hidden_size="n_embd",
+        num_attention_heads="n_head", num_key_value_heads="n_kv_head", head_dim="head_dim", rms_norm_eps="norm_eps",
+        intermediate_size="n_hidden", tie_word_embeddings="tied", rope_theta="rope_theta", rope_scaling="rope_scaling"),
+    "names": {
+        "embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head", "blocks": "model.layers",
+        "attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm", "attn.q": "self_attn.q_proj",
+        "attn.k": "self_attn.k_proj", "attn.v": "self_attn.v_proj", "attn.o": "self_attn.o_proj",
+        "attn.q_norm": "self_attn.q_norm", "attn.k_norm": "self_attn.k_norm", "mlp.gate": "mlp.gate_proj",
+        "mlp.up": "mlp.up_proj", "mlp.down": "mlp.down_proj"}}
+QWEN3 = LLAMA | {"class": "Qwen3ForCausalLM", "fixed": LLAMA["fixed"] | {"qk_norm": True}}
+GPT2 = {
+    "class": "GPT2LMHeadModel",
+    "fixed": dict(norm="layernorm", position="learned", mlp="gelu", bias=True, qk_norm=False, norm_eps=1e-5, tied=True),
+    "fields": dict(
+        vocab_size="vocab_size", n_positions="seq_len", n_layer="n_layer", n_head="n_head", n_embd="n_embd",
+        n_inner="n_hidden", layer_norm_epsilon="norm_eps", tie_word_embeddings="tied", attn_pdrop="dropout",
+        embd_pdrop="dropout", resid_pdrop="dropout"),
+    "names": {
+        "embed": "transformer.wte", "position": "transformer.wpe", "norm": "transformer.ln_f", "head": "lm_head",
+        "blocks": "transformer.h", "attn_norm": "ln_1", "mlp_norm": "ln_2", "attn.q": "attn.c_attn",
+        "attn.k": "attn.c_attn", "attn.v": "attn.c_attn", "attn.o": "attn.c_proj", "mlp.up": "mlp.c_fc",
+        "mlp.down": "mlp.c_proj"}}
+FAMILIES = {"gpt2": GPT2, "llama": LLAMA, "qwen3": QWEN3}
+EXPECTED = {  # what config.json's other fields may say, as regular expressions; one that is not here must be off
+    "activation_function": "gelu_new|gelu_pytorch_tanh", "hidden_act": "silu|swish", "scale_attn_weights": "True",
+    "layer_types": r"\[('full_attention'(, )?)*\]", "pretraining_tp": "1", "partial_rotary_factor": r"1(\.0)?"}
+HARMLESS = (  # names of training, of generating, of other heads, of windows that are off
+    "_name_or_path|architectures|attention_dropout|chunk_size_feed_forward|(torch_)?dtype|initializer_range|id2label|"
+    "is_llama_config|label2id|max_window_layers|model_type|n_ctx|return_dict|sliding_window|summary_.*|use_cache|"
+    "task_specific_params|transformers.*|.*_token_id")
+
+
+def new_folder(path):
+    """Make a folder, which must be empty if it is there: nothing is mixed with, or taken for, what was in it."""
+    path = Path(path)
+    path.mkdir(parents=True, exist_ok=True)
+    if any(path.iterdir()):
+        raise ValueError(f"{path} is not empty: take another folder")
+    return path
+
+
+def hf_config(fields):
+    """config.json of the class that is a GPT of `fields`; ValueError names the field that no class of theirs has."""
+    kind = "gpt2" if fields["position"] == "learned" else "qwen3" if fields["qk_norm"] else "llama"
+    family = FAMILIES[kind]
+    # No part of the weights' meaning: dropout; document masks (what is continued is one document); RoPE in GPT-2.
+    free = {"dropout", "doc_mask", "rope_theta", "rope_scaling", *family["fields"].values()}
+    has = {"n_kv_head": fields["n_head"], "head_dim": fields["n_embd"] / fields["n_head"], **family["fixed"]}
+    for name, value in fields.items():
+        if name not in free and (value or 0) != has.get(name, 0):
+            raise ValueError(f"{name} is {value!r}, and {family['class']} has {has.get(name, 'none')!r}: "
+                             "transformers has no class for this model")
+    config = {theirs: fields[ours] for theirs, ours in family["fields"].items()}
+    if scaling := config.get("rope_scaling"):  # transformers warns of a context too short to need it
+        stretched = int(scaling["factor"] * scaling["original_max_position_embeddings"])
+        config["max_position_embeddings"] = max(fields["seq_len"], stretched)
+    return config | {"model_type": kind, "architectures": [family["class"]]}
+
+
+def rope_fields(config):
+    """rope_theta and rope_scaling of a config.json, where transformers 5 has both in rope_parameters."""
+    rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
+    theta = rope.pop("rope_theta", config.get("rope_theta"))
+    kind = rope.pop("rope_type", None) or rope.pop("type", "default")
+    known = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
+    if (kind, rope.keys()) not in (("default", set()), ("llama3", known)):
+        raise ValueError(f"rope_type is {kind!r} with {rope}; known are default with none, and llama3 with {known}")
+    return dict(rope_theta=theta, rope_scaling=dict(rope_type=kind, **rope) if rope else None, rope_parameters=None)
+
+
+def model_fields(config):
+    """ModelConfig's fields of a config.json. ValueError names a field that is not known here, with its value.
+
+    Such a field may change what the weights mean without changing their shapes: never loaded as if it were not there.
+    """
+    family = FAMILIES.get(config.get("model_type"))
+    if family is None:
+        raise ValueError(f"model_type is {config.get('model_type')!r}; known are {', '.join(FAMILIES)}")
+    if family is not GPT2:
+        config = config | rope_fields(config)
+    for name, value in config.items():
+        known = name in family["fields"] or re.fullmatch(HARMLESS, name)
+        expected = EXPECTED.get(name, "None|False")
+        if not known and not re.fullmatch(expected, str(value)):
+            raise ValueError(f"{name} is {value!r}, expected {expected}: a GPT of model.py has nothing else")
+    found = {ours: config[theirs] for theirs, ours in family["fields"].items() if config.get(theirs) is not None}
+    if missing := {"vocab_size", "seq_len", "n_layer", "n_head", "n_embd"} - found.keys():
+        raise ValueError(f"it says nothing of {', '.join(missing)}")
+    return family["fixed"] | found
+
+
+def hf_names(kind, names):
+    """{their name: [ours that are stacked in it]} of parameter names such as blocks.0.attn.q.weight."""
+    table, found = FAMILIES[kind]["names"], {}
+    for name in names:
+        block, layer, part, end = re.fullmatch(r"(?:(blocks)(\.\d+)\.)?(.+)(\.weight|\.bias)", name).groups()
+        theirs = f"{table[block]}{layer}.{table[part]}{end}" if block else table[part] + end
+        found.setdefault(theirs, []).append(name)
+    return found
+
+
+def conv1d(kind, name, tensor):
+    """To or from the (in, out) matrices of GPT-2's blocks, where all others are (out, in); not a copy."""
+    return tensor.T if kind == "gpt2" and ".h." in name and tensor.ndim == 2 else tensor
+
+
+def read_hf(path):
+    """(model_type, ModelConfig's fields, {their name: tensor}) of a Hugging Face folder, or of nanoGPT's ckpt.pt.
+
+    The tensors are mapped into memory: they are read, and cost memory, when they are copied from. ValueError names the
+    file. nanoGPT's GELU is the exact one since June 2023, up to 5e-4 from the tanh form of GPT-2 and model.py.
+    """
+    from safetensors.torch import load_file
+
+    path = file = Path(path)
+    try:
+        if path.is_file():
+            saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            kind, found, args = "gpt2", saved["model"], {"model_type": "gpt2", **saved["model_args"]}
+            args |= {"n_positions": args.pop("block_size"), "resid_pdrop": args.pop("dropout", 0.0)}
+            bias = args.pop("bias", True)
+            fields = model_fields(args) | {"bias": bias}
+        else:
+            file = path / "config.json"
+            config = json.loads(file.read_text(encoding="utf-8"))
+            kind, fields, found = config.get("model_type"), model_fields(config), {}
+            file = path / "model.safetensors.index.json"
+            index = json.loads(file.read_text())["weight_map"] if file.exists() else {"": "model.safetensors"}
+            for name in sorted(set(index.values())):
+                if os.path.basename(name) != name:
+                    raise ValueError(f"{name} is a path out of the folder")
+                file = path / name
+                found |= load_file(file)
+    except Exception as error:  # whatever readers of JSON, zip, pickle and safetensors make of a damaged file
+        raise ValueError(f"{file} cannot be imported: {reason(error)}; expected a Hugging Face folder or nanoGPT's "
+                         "ckpt.pt, or, to sample from or export, a run of train.py with a checkpoint") from None
+    base, tensors = "transformer." if kind == "gpt2" else "model.", {}
+    for name, tensor in found.items():
+        name = name.removeprefix("_orig_mod.")
+        name = name if name.startswith((base, "lm_head.")) else base + name  # OpenAI's own files have no prefix
+        if not re.search(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$", name):  # constants of older versions
+            tensors[name] = tensor if path.is_file() else conv1d(kind, name, tensor)
+    return kind, fields, tensors
+
+
+def import_hf(model, path):
+    """The function (name, seed) -> whole tensor of each parameter of `model`, which may be on the meta device.
+
+    In the place of model.initial, it makes distributed.materialize fill any layout, each process reading its own share
+    of the files. It gives a tensor once: a file is unmapped when its last one has gone. ValueError if a tensor is
+    missing, unexpected or of another shape; learned positions may be more than the model has.
+    """
+    kind, fields, tensors = read_hf(path)
+    shapes = {name: tuple(parameter.shape) for parameter, name in parameter_names(model).items()}
+    parts, embed = hf_names(kind, shapes), FAMILIES[kind]["names"]["embed"] + ".weight"
+    if "transformer.wpe.weight" in tensors:
+        tensors["transformer.wpe.weight"] = tensors["transformer.wpe.weight"][:shapes["position.weight"][0]]
+    head = tensors.pop("lm_head.weight", None) if fields.get("tied") else None  # some files have the tied head, too
+    if head is not None and embed in tensors and not torch.equal(head, tensors[embed]):
+        raise ValueError(f"{path}: lm_head.weight is not {embed}, though tie_word_embeddings is true")
+    wanted = {theirs: (sum(shapes[name][0] for name in ours), *shapes[ours[0]][1:]) for theirs, ours in parts.items()}
+    compare({name: tuple(tensor.shape) for name, tensor in tensors.items()}, wanted,
+            f"{path} is no such model (has it fewer ids than the tokenizer of --data, or positions than --seq_len?)")
+    found = {name: part for theirs, ours in parts.items() for name, part in zip(ours, tensors[theirs].chunk(len(ours)))}
+    return lambda name, seed=0: found.pop(name)
+
+
+@torch.no_grad()
+def open_model(path, build):
+    """(model on the CPU, extra): of a run's newest checkpoint, a Hugging Face folder, or nanoGPT's ckpt.pt.
+
+    build(fields) makes the model. `extra` is as train.py saves it: "model", its fields, and "tokenizer" and "data", for
+    data.load_tokenizer; the tokenizer of a folder has the folder's path for a name.
+    """
+    checkpointer = Checkpointer(path)
+    extra, initial = checkpointer.read_extra(), None
+    if extra is None:
+        fields = read_hf(path)[1]
+        known = "gpt2" if fields["vocab_size"] in (50257, 50304) else None  # 50304: as nanoGPT rounds it up
+        own = os.path.abspath(path) if Path(path, "tokenizer.json").exists() else known
+        extra, initial = {"model": fields, "tokenizer": own, "data": None}, import_hf
+    with torch.device("meta"):
+        model = build(extra["model"])
+    initial = initial and initial(model, path)  # names and shapes are known to fit before there is memory
+    model.to_empty(device="cpu")
+    if initial is None:
+        checkpointer.load(model)
+    else:
+        for name, parameter in model.named_parameters():
+            parameter.copy_(initial(name))
+    model.reset_buffers()
+    return model, extra
+
+
+@torch.no_grad()
+def export_hf(model, fields, folder, dtype=torch.float32, shard_bytes=5 * 10 ** 9, eot=None, files=None):
+    """Write `folder` for transformers' from_pretrained: `model` in `dtype`, in files of `shard_bytes`, and its config.
+
+    fields: ModelConfig as a dict; eot: id of the token between texts; files: {name: JSON content} more, such as the
+    tokenizer's. ValueError if transformers has no class for this model or `dtype` not its numbers.
+    """
+    from safetensors.torch import save_file
+
+    config, state = hf_config(fields), {name: parameter for parameter, name in parameter_names(model).items()}
+    folder = new_folder(folder)
+    groups, room = [], 0
+    for name, ours in hf_names(config["model_type"], state).items():
+        size = dtype.itemsize * sum(state[part].numel() for part in ours)
+        if not groups or size > room:
+            groups.append({})
+            room = shard_bytes
+        groups[-1][name] = ours
+        room -= size
+    index = {}
+    for number, group in enumerate(groups, 1):
+        file = f"model-{number:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else "model.safetensors"
+        tensors = {name: torch.cat([state[part] for part in ours]).to(dtype) for name, ours in group.items()}
+        if odd := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
+            raise ValueError(f"{odd[0]} has numbers that {dtype} has not: take --dtype fp32")
+        tensors = {name: conv1d(config["model_type"], name, tensor).contiguous() for name, tensor in tensors.items()}
+        save_file(tensors, folder / file, metadata={"format": "pt"})
+        index |= dict.fromkeys(group, file)
+    ids = {"bos_token_id": eot, "eos_token_id": eot}
+    config |= ids | {"torch_dtype": str(dtype)[6:]}
+    files = {"config.json": config, "generation_config.json": ids, **(files or {})}
+    if len(groups) > 1:
+        total = dtype.itemsize * sum(parameter.numel() for parameter in state.values())
+        files["model.safetensors.index.json"] = {"metadata": {"total_size": total}, "weight_map": index}
+    for name, content in files.items():
+        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
 # ---- python checkpoint.py -------------------------------------------------------------------------------------------
 
 
 @dataclass
 class CheckpointConfig:
-    """Look into the checkpoints of a run."""
+    """Look into the checkpoints of a run, or carry a model to and from Hugging Face's form."""
 
-    command: Annotated[Literal["inspect", "verify"], "show the newest's content, or read every byte of all of them"]
-    folder: Annotated[str, "folder of a run, or one step_* folder"]
+    command: Annotated[Literal["inspect", "verify", "export", "import"], "what to do"]
+    folder: Annotated[str, "a run; inspect, verify: or its step_* folder; export, import: or a Hugging Face folder, or "
+                           "nanoGPT's ckpt.pt"]
+    out: Annotated[list[str], "export, import: the folder to make"] = field(default_factory=list)
+    dtype: Annotated[Literal["fp32", "bf16", "fp16"], "of the exported weights"] = "fp32"
+    max_shard_size: Annotated[str, "an exported file's limit, in KB, MB or GB"] = "5GB"
+
+    def __post_init__(self):
+        """Refuse what does not go with the command."""
+        paths = 2 if self.command in ("export", "import") else 1
+        if 1 + len(self.out) != paths:
+            raise ValueError(f"{self.command} takes {paths} paths, found {1 + len(self.out)}")
+        if self.command != "export" and (self.dtype, self.max_shard_size) != ("fp32", "5GB"):
+            raise ValueError(f"--dtype and --max_shard_size have no effect with {self.command}: they are for export")
+        if not re.fullmatch("[1-9][0-9]*[KMG]B", self.max_shard_size):
+            raise ValueError(f"--max_shard_size is {self.max_shard_size}, expected a number with its unit, as in 500MB")
 
 
 def folders(path):
     """The checkpoint folders that `path` means, ascending: itself, or a run's. ValueError if there are none."""
     path = Path(path).resolve()
-    run = sorted([*path.glob("step_*"), *path.glob("checkpoints/step_*")])
-    found = [path] if path.name.startswith("step_") and path.is_dir() else run
+    found = [path] if path.name.startswith("step_") else sorted(path.glob("checkpoints/step_*"))
     if not found:
         raise ValueError(f"no checkpoints in {path}: expected the folder of a run, or one step_* folder of it")
     return found
@@ -428,11 +676,25 @@ def verify(path):
 
 
 def main():
+    import data
+    from model import GPT, ModelConfig
     from train import parse_args
 
     config = parse_args(CheckpointConfig, "checkpoint.py")
     try:
-        {"inspect": inspect, "verify": verify}[config.command](config.folder)
+        if config.command in ("inspect", "verify"):
+            return {"inspect": inspect, "verify": verify}[config.command](config.folder)
+        model, extra = open_model(config.folder, lambda fields: GPT(ModelConfig(**fields)))
+        out, fields = config.out[0], asdict(model.config)
+        if config.command == "import":
+            Checkpointer(new_folder(out)).save(0, model, (), dict(extra, config={"optimizer": None}, model=fields))
+        else:
+            tokenizer = data.load_tokenizer(extra["tokenizer"], extra["data"]) if extra["tokenizer"] else None
+            size = int(config.max_shard_size[:-2]) * 1000 ** ("KMG".index(config.max_shard_size[-2]) + 1)
+            dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config.dtype]
+            files = data.hf_tokenizer(tokenizer) if tokenizer else {}
+            export_hf(model, fields, out, dtype, size, tokenizer and tokenizer.eot_token, files)
+        print(f"{out} is written: try python model.py {out}")
     except (ValueError, OSError, ImportError) as error:
         sys.exit(f"checkpoint.py: {error}")
 

@@ -47,6 +47,8 @@ def require(condition, message):
 def load_tokenizer(name, folder=None):
     """The `tiktoken.Encoding` called "bytes", "bpe" (which `--train_bpe` stored in `folder`) or as tiktoken knows it.
 
+    Or the one of a Hugging Face folder with a tokenizer.json, whose path is its name.
+
     ValueError for an unknown name, OSError for one that has to be downloaded and cannot be.
     """
     if name == "bytes":  # every pattern gives the same ids; long runs of anything go fastest (30 MB/s, "." gives 7)
@@ -56,6 +58,8 @@ def load_tokenizer(name, folder=None):
         lines = Path(folder, "tokenizer.tiktoken").read_bytes().splitlines()
         pattern = read_meta(folder)["pattern"]
         ranks = {base64.b64decode(token): int(rank) for token, rank in map(bytes.split, lines)}
+    elif name and Path(name, "tokenizer.json").exists():
+        return read_hf_tokenizer(Path(name))
     else:
         known = ", ".join(["bytes", *tiktoken.list_encoding_names()])
         require(name in known.split(", "), f"unknown --tokenizer {name}; known: {known}; --train_bpe N makes your own")
@@ -75,6 +79,62 @@ def store_bpe(texts, size, folder):
     lines = [base64.b64encode(bytes(token)) + b" %d\n" % rank for token, rank in bpe.get_mergeable_ranks()]
     (folder / "tokenizer.tiktoken").write_bytes(b"".join(lines))
     (folder / "meta.json").write_text(json.dumps({"pattern": bpe.get_pattern()}), encoding="utf-8")
+
+
+GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"  # ByteLevel's own
+
+
+def hf_bytes():
+    """{byte: the printable character that stands for it in GPT-2's vocabulary, and in all byte-level ones since}."""
+    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    others = [byte for byte in range(256) if byte not in printable]
+    return {byte: chr(byte if byte in printable else 256 + others.index(byte)) for byte in range(256)}
+
+
+def hf_tokenizer(encoding):
+    """{file name: content} of the JSON files that give transformers' AutoTokenizer the ids of a tiktoken.Encoding.
+
+    One difference is theirs: <|endoftext|> within a text is the special token there, thirteen characters here.
+    """
+    ranks, letters = encoding._mergeable_ranks, hf_bytes()
+    words = {token: token.decode("latin-1").translate(letters) for token in sorted(ranks, key=ranks.get)
+             if token != b"<|endoftext|>"}  # a text may teach it to a BPE, but there the special token comes first
+    # tiktoken joins any two neighbours that make a token: each way to cut a token into two tokens is a merge.
+    merges = [f"{words[token[:i]]} {words[token[i:]]}" for token in words for i in range(1, len(token))
+              if token[:i] in words and token[i:] in words]
+    model = dict(type="BPE", vocab={word: ranks[token] for token, word in words.items()}, merges=merges)
+    special = dict(single_word=False, lstrip=False, rstrip=False, normalized=False, special=True)
+    added = [dict(content=name, id=number, **special) for name, number in encoding._special_tokens.items()]
+    # To their regular expressions (Oniguruma) x{1,3}+ is (x{1,3})+; here it is x{1,3} that gives nothing back.
+    pattern = re.sub(r"(\{\d+(,\d*)?\})\+", r"\1", encoding._pat_str)
+    split = dict(type="Split", pattern={"Regex": pattern}, behavior="Isolated", invert=False)
+    level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
+    before = dict(type="Sequence", pretokenizers=[split, level])
+    content = dict(version="1.0", added_tokens=added, pre_tokenizer=before, decoder=level, model=model)
+    end = "<|endoftext|>"
+    config = dict(tokenizer_class="PreTrainedTokenizerFast", bos_token=end, eos_token=end)
+    return {"tokenizer.json": content, "tokenizer_config.json": config}
+
+
+def read_hf_tokenizer(folder):
+    """The tiktoken.Encoding of a byte-level BPE in Hugging Face's form, as GPT-2's, Llama 3's, Qwen's and ours are.
+
+    What a tokenizer does before it splits (Qwen's Unicode NFC) is left out: it changes decomposed letters alone.
+    """
+    content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+    model, before = content["model"], content["pre_tokenizer"] or {}
+    parts = {part.get("type"): part for part in before.get("pretokenizers", [before])}
+    if model["type"] != "BPE" or "ByteLevel" not in parts:
+        raise ValueError(f"{folder}/tokenizer.json is no byte-level BPE, which is all that tiktoken can be")
+    pattern = parts["Split"]["pattern"]["Regex"] if "Split" in parts else GPT2_PATTERN
+    special = {token["content"]: token["id"] for token in content["added_tokens"]}
+    if "<|endoftext|>" not in special:  # Llama's has another name
+        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+        special["<|endoftext|>"] = special[config["eos_token"]]
+    letters = str.maketrans({letter: chr(byte) for byte, letter in hf_bytes().items()})
+    ranks = {word.translate(letters).encode("latin-1"): rank for word, rank in model["vocab"].items()
+             if word not in special}
+    return tiktoken.Encoding(str(folder), pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
 
 
 def need(module):

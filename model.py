@@ -290,12 +290,13 @@ class GPT(nn.Module):
         return 6 * matrices + 12 * self.config.n_layer * self.config.n_head * self.config.head_dim * keys
 
     @torch.no_grad()
-    def stream(self, prompts, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, stop=None):
+    def stream(self, prompts, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, stop=None, vocab=None):
         """Yield, for each new position, the list of B next token ids; None for a row that has already produced `stop`.
 
         `prompts` is a list of B non-empty lists of ids, of any lengths up to seq_len. With RoPE it goes on past seq_len
         and sees the newest seq_len tokens; learned positions end there, and asking for more raises ValueError.
-        `temperature` 0 takes the likeliest token; `seed` makes the draws repeatable.
+        `temperature` 0 takes the likeliest token; `seed` makes the draws repeatable; `vocab` is the tokenizer's number
+        of ids: no text stands for those that a padded vocabulary has beyond it.
         """
         longest, limit = max(map(len, prompts)), self.config.seq_len
         if not min(map(len, prompts)):
@@ -310,7 +311,7 @@ class GPT(nn.Module):
         generator = None if seed is None else torch.Generator(tokens.device).manual_seed(seed)
         done = torch.zeros(len(prompts), dtype=torch.bool, device=tokens.device)
         for _ in range(max_new_tokens):
-            logits = self(tokens, cache=cache, last=True)[:, 0].float()  # (B, V)
+            logits = self(tokens, cache=cache, last=True)[:, 0, :vocab].float()  # (B, V)
             tokens = pick(logits, temperature, top_k, top_p, generator)  # (B, 1)
             yield [None if end else token for token, end in zip(tokens[:, 0].tolist(), done.tolist())]
             done |= tokens[:, 0] == (-1 if stop is None else stop)
@@ -338,7 +339,7 @@ def pick(logits, temperature, top_k, top_p, generator):
 @dataclass
 class SampleConfig:
     """Sample from the newest checkpoint of a run."""
-    run: Annotated[str, "the run's folder (--out of train.py)"]
+    run: Annotated[str, "a run (--out of train.py), a Hugging Face folder, or nanoGPT's ckpt.pt"]
     prompt: Annotated[list[str], "text to continue; none: the beginning of a document"] = field(default_factory=list)
     tokens: Annotated[int, "how many new tokens"] = 200
     temperature: Annotated[float, "0 takes the likeliest token, 1 samples the model's own distribution"] = 0.8
@@ -361,20 +362,15 @@ def main():
     from train import parse_args
     config = parse_args(SampleConfig, "model.py")
     try:
-        checkpointer = checkpoint.Checkpointer(config.run)
-        extra = checkpointer.read_extra()
-        if extra is None:
-            raise FileNotFoundError(f"{config.run} holds no checkpoint: expected the --out of a train.py run")
+        model, extra = checkpoint.open_model(config.run, lambda fields: GPT(ModelConfig(**fields)))
         tokenizer = data.load_tokenizer(extra["tokenizer"], extra["data"])
-        model = GPT(ModelConfig(**extra["model"]))
-        checkpointer.load(model)
         model.to(distributed.find_device(config.device)).eval()
         prompt = " ".join(config.prompt)
         ids = tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token]  # no prompt: the beginning of a document
         text = codecs.getincrementaldecoder("utf-8")(errors="replace")
         print(prompt, end="", flush=True)
         for token, in model.stream([ids], config.tokens, config.temperature, config.top_k, config.top_p, config.seed,
-                                   tokenizer.eot_token):
+                                   tokenizer.eot_token, tokenizer.n_vocab):
             if token != tokenizer.eot_token:
                 print(text.decode(tokenizer.decode_single_token_bytes(token)), end="", flush=True)
         print(text.decode(b"", final=True))

@@ -15,6 +15,7 @@ import gzip
 import io
 import itertools
 import json
+import logging
 import math
 import os
 import pickle
@@ -31,6 +32,7 @@ import threading
 import time
 import traceback
 import unittest
+import warnings
 from functools import lru_cache
 from pathlib import Path
 from types import SimpleNamespace
@@ -1904,6 +1906,327 @@ def test_slow_checkpoint_on_two_processes():
         for name, build in (("ddp", muon_and_adamw), ("fsdp", adamw)):
             reference = torch.load(f"{folder}/{name}True/reference.pt", weights_only=True)
             assert same(load_fresh(f"{folder}/{name}True", build=build)[2], reference)
+
+
+# ---- Hugging Face's form ---------------------------------------------------------------------------------------------
+
+PUBLISHED = {  # shapes that transformers has a class for, each odd in its own way
+    "gpt2": dict(SHAPES["gpt2"], norm_eps=1e-5, tied=True), "gpt2-untied": dict(SHAPES["gpt2"], n_hidden=100),
+    "llama": dict(n_kv_head=2), "llama-mqa": dict(tied=True, n_kv_head=1, head_dim=24, n_hidden=96, rope_theta=5e5),
+    "llama3": dict(n_kv_head=2, norm_eps=1e-5, rope_scaling=dict(
+        model_file.llama3_scaling(8.0), original_max_position_embeddings=16)),
+    "qwen3": dict(qk_norm=True, n_kv_head=2, head_dim=32), "qwen3-tied": dict(qk_norm=True, tied=True, rope_theta=1e6),
+}
+
+
+def transformers():
+    """The package, without its progress bars and with warnings, which are failures here."""
+    try:
+        import transformers
+    except ImportError:
+        raise Skip("pip install transformers") from None
+    transformers.utils.logging.disable_progress_bar()
+    return transformers
+
+
+def published(name, seed=0, **fields):
+    """A GPT of that shape, its parameters random."""
+    config = ModelConfig(**dict(dict(vocab_size=67, seq_len=96, n_layer=2, n_head=4, n_embd=64), **PUBLISHED[name],
+                                **fields))
+    model, generator = GPT(config).eval(), torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        for key, p in model.named_parameters():
+            p.normal_(1.0 if "norm" in key else 0.0, 0.1, generator=generator)
+    return model
+
+
+def to_hf(model, where, **options):
+    """Export, and load with transformers: nothing missing, nothing odd, no warning."""
+    checkpoint.export_hf(model, dataclasses.asdict(model.config), where, **options)
+    said = io.StringIO()
+    handler = logging.StreamHandler(said)
+    logging.getLogger("transformers").addHandler(handler)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("error")
+            theirs, info = transformers().AutoModelForCausalLM.from_pretrained(where, output_loading_info=True)
+    finally:
+        logging.getLogger("transformers").removeHandler(handler)
+    assert not any(info.values()) and not said.getvalue(), (info, said.getvalue())
+    return theirs.eval()
+
+
+def from_hf(where):
+    return checkpoint.open_model(where, lambda fields: GPT(ModelConfig(**fields)))[0].eval()
+
+
+def agree_and_learn_alike(ours, theirs):
+    """Logits within 1e-4, before and after a step of SGD on the same loss."""
+    tokens = torch.randint(67, (2, 41), generator=torch.Generator().manual_seed(5))
+    x, y = tokens[:, :-1], tokens[:, 1:]
+    for _ in range(2):
+        logits = ours(x), theirs(x).logits
+        assert logits[1].dtype == torch.float32 and (logits[0] - logits[1]).abs().max() < 1e-4
+        for model, out in zip((ours, theirs), logits):
+            torch.nn.functional.cross_entropy(out.flatten(0, 1), y.flatten()).backward()
+            torch.optim.SGD(model.parameters(), lr=0.1).step()
+    assert (logits[0] - ours(x)).abs().max() > 1e-3  # it did learn
+
+
+def test_hf_loads_what_is_exported_with_equal_logits_and_learns_alike():
+    """Export: every family, one file or many; the round trip is bit-exact, and the 64 greedy tokens are the same."""
+    for seed, name in enumerate(PUBLISHED):
+        with folder() as d:
+            ours = published(name, seed)
+            theirs = to_hf(ours, d / "hf", shard_bytes=10 ** 9 if seed % 2 else 30000)
+            assert (d / "hf/model.safetensors").exists() == bool(seed % 2)
+            back = from_hf(d / "hf")
+            assert same(checkpoint.tensors(back), checkpoint.tensors(ours)), name
+            fields = dataclasses.asdict(back.config)
+            assert fields == dict(dataclasses.asdict(ours.config), seq_len=fields["seq_len"]), name
+            if seed % 2 == 0:  # generate() of theirs takes a second
+                prompt = [3, 1, 4, 1, 5]
+                new = theirs.generate(torch.tensor([prompt]), max_new_tokens=64, do_sample=False, pad_token_id=0)[0, 5:]
+                assert ours.generate([prompt], 64, temperature=0) == [new.tolist()], name
+            agree_and_learn_alike(ours, theirs)
+
+
+def test_hf_random_models_of_transformers_load_here():
+    """Import: random configurations of each class, as transformers saves them, in each dtype."""
+    hf, draw = transformers(), np.random.default_rng(0)
+    for seed in range(9):
+        C, heads = int(draw.choice([32, 48])), int(draw.choice([2, 4]))
+        shape = dict(vocab_size=67, tie_word_embeddings=bool(draw.integers(2)), bos_token_id=0, eos_token_id=0)
+        if seed % 3 == 0:
+            config = hf.GPT2Config(n_positions=64, n_embd=C, n_layer=2, n_head=heads, n_inner=[None, 72][seed % 2],
+                                   resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **shape)
+        else:
+            kind = hf.LlamaConfig if seed % 3 == 1 else hf.Qwen3Config
+            config = kind(hidden_size=C, intermediate_size=80, num_hidden_layers=3, num_attention_heads=heads,
+                          num_key_value_heads=int(draw.choice([1, heads])), head_dim=int(draw.choice([8, 20])),
+                          max_position_embeddings=64, rms_norm_eps=1e-5, rope_theta=float(draw.choice([1e4, 1e6])),
+                          **shape)
+        torch.manual_seed(seed)
+        dtype = (torch.float32, torch.bfloat16, torch.float16)[seed // 3]
+        theirs = hf.AutoModelForCausalLM.from_config(config).to(dtype)
+        with folder() as d:
+            theirs.save_pretrained(d, max_shard_size=[10 ** 9, 20000][seed % 2])
+            ours, theirs = from_hf(d), hf.AutoModelForCausalLM.from_pretrained(d, dtype=torch.float32).eval()
+        assert all(p.dtype == torch.float32 for p in ours.parameters())
+        agree_and_learn_alike(ours, theirs)
+
+
+def test_hf_each_tensor_arrives_under_its_own_name():
+    """Filled with a constant of its own, each is found under the class's name for it, the packed ones in order."""
+    from safetensors.torch import load_file
+    llama = ["model.layers.1.self_attn.k_proj.weight", "model.layers.1.mlp.gate_proj.weight", "lm_head.weight",
+             "model.layers.0.post_attention_layernorm.weight", "model.norm.weight"]
+    gpt2 = ["transformer.h.1.attn.c_attn.weight", "transformer.h.1.mlp.c_fc.bias", "transformer.wte.weight",
+            "transformer.h.0.ln_2.weight", "transformer.ln_f.bias"]
+    names = {"qwen3": ["blocks.1.attn.k.weight", "blocks.1.mlp.gate.weight", "head.weight", "blocks.0.mlp_norm.weight",
+                       "norm.weight"],
+             "gpt2": ["blocks.1.attn.v.weight", "blocks.1.mlp.up.bias", "embed.weight", "blocks.0.mlp_norm.weight",
+                      "norm.bias"]}
+    for family, theirs in ("qwen3", llama), ("gpt2", gpt2):
+        model = published(family)
+        constants = {name: float(i) for i, (name, _) in enumerate(model.named_parameters())}
+        with torch.no_grad(), folder() as d:
+            for name, p in model.named_parameters():
+                p.fill_(constants[name])
+            checkpoint.export_hf(model, dataclasses.asdict(model.config), d / "hf")
+            file = load_file(d / "hf/model.safetensors")
+            assert len(file) == len(constants) - (8 if family == "gpt2" else 0)  # q, k, v and their biases in one
+            for ours, name in zip(names[family], theirs):
+                assert (file[name][..., -1] == constants[ours]).all(), name
+            assert all((p == constants[name]).all() for name, p in from_hf(d / "hf").named_parameters())
+
+
+ODD = ["e\u0301é", "👩‍👩‍👧‍👦🇩🇪", "\r\n\r", "\t\0\x1c\x0b\x7f\x85", " " * 37, "    x", "中文한글ไทยहिन्दी",
+       "שלום\u202eمرحبا", "\ufeff\u00a0\u200b", "ſK'ſ'LL I'm don't", "1234567٣٤٥½²", "ǅİßﬁ", "\U0010ffff\u0378\ue000",
+       "aaaaaaaaaaaaa", "=======", ".\n\n\n", "\u2028"]
+
+
+def test_hf_tokenizer_gives_the_ids_of_tiktoken():
+    """bytes, gpt2 and a trained BPE, on odd characters in any order and in the order of Unicode; and read back."""
+    hf, draw = transformers(), np.random.default_rng(0)
+    texts = ["".join(draw.choice(ODD, 300)) for _ in range(5)] + ["".join(map(chr, range(1, 0x4000)))]
+    texts += ["", " ", "a" * 999, "".join(draw.choice(["a", "b", " "], 500)), Path(model_file.__file__).read_text()]
+    with gpt2_files(), folder() as d:
+        names = ["bytes", "gpt2"]
+        with contextlib.suppress(ImportError):
+            data.store_bpe([*texts, "<|endoftext|> " * 9], 1000, d)
+            names.append("bpe")
+        for name in names:
+            encoding = data.load_tokenizer(name, d)
+            for file, content in data.hf_tokenizer(encoding).items():
+                (d / file).write_text(json.dumps(content))
+            theirs = hf.AutoTokenizer.from_pretrained(d)
+            back = data.load_tokenizer(str(d))
+            assert theirs.eos_token_id == encoding.eot_token == back.eot_token
+            assert theirs("<|endoftext|>")["input_ids"] == [encoding.eot_token]
+            for text in texts:
+                ids = encoding.encode_ordinary(text)
+                assert theirs(text)["input_ids"] == ids == back.encode_ordinary(text), name
+                assert theirs.decode(ids) == text
+        (d / "tokenizer.json").write_text('{"model": {"type": "Unigram"}, "pre_tokenizer": null}')
+        fails(ValueError, "byte-level tiktoken", data.load_tokenizer, str(d))
+
+
+def edit(path, **fields):
+    """Change fields of a JSON file; None removes one."""
+    content = json.loads(path.read_text()) | fields
+    path.write_text(json.dumps({name: value for name, value in content.items() if value is not None}))
+
+
+def test_hf_what_is_not_known_is_refused_with_field_and_value():
+    """Both ways: never loaded into, or exported as, something that merely has the same shapes."""
+    with folder() as d:
+        for family, changes in {
+                "llama": [dict(model_type="mistral"), dict(num_experts=8), dict(attention_bias=True),
+                          dict(mlp_bias=True), dict(hidden_act="gelu"), dict(rope_scaling=dict(type="yarn", factor=4.0)),
+                          dict(rope_parameters=dict(rope_type="linear", factor=2.0)), dict(pretraining_tp=2),
+                          dict(rope_scaling=dict(rope_type="llama3", factor=2.0)), dict(partial_rotary_factor=0.5),
+                          dict(quantization_config={"bits": 4}), dict(rope_interleaved=True)],
+                "qwen3": [dict(use_sliding_window=True), dict(layer_types=["full_attention", "sliding_attention"])],
+                "gpt2": [dict(activation_function="relu"), dict(scale_attn_by_inverse_layer_idx=True),
+                         dict(scale_attn_weights=False), dict(add_cross_attention=True)]}.items():
+            model = published(family)
+            checkpoint.export_hf(model, dataclasses.asdict(model.config), d / family)
+            whole = (d / family / "config.json").read_text()
+            for change in changes:
+                edit(d / family / "config.json", **change)
+                (name, value), = change.items()
+                value = value.get("rope_type", value.get("type", "")) if isinstance(value, dict) else value
+                fails(ValueError, f"{str(name)[:4]} {value}", from_hf, d / family)
+                (d / family / "config.json").write_text(whole)
+        for name, change in [("bias", dict(bias=True)), ("norm", dict(norm="layernorm")), ("mlp", dict(mlp="gelu")),
+                             ("window", dict(window=8)), ("softcap", dict(softcap=30.0))]:
+            fields = dict(dataclasses.asdict(published("llama").config), **change)
+            fails(ValueError, f"{name} {change[name]}", checkpoint.export_hf, published("llama"), fields, d / "no")
+        fields = dict(dataclasses.asdict(published("gpt2").config), n_kv_head=2)
+        fails(ValueError, "n_kv_head 2 GPT2LMHeadModel", checkpoint.export_hf, published("gpt2"), fields, d / "no")
+        assert not (d / "no").exists()
+        fails(ValueError, "not empty", checkpoint.export_hf, model, dataclasses.asdict(model.config), d / "gpt2")
+        with torch.no_grad():
+            model.embed.weight[3, 3] = 1e6
+        fails(ValueError, "wte float16 fp32", checkpoint.export_hf, model, dataclasses.asdict(model.config), d / "big",
+              dtype=torch.float16)
+
+
+def test_hf_damaged_and_hostile_folders_are_one_line():
+    """Missing, unexpected and misshapen tensors by name; damaged files; an index that leaves the folder; no pickle."""
+    from safetensors.torch import load_file, save_file
+    with folder() as d:
+        model = published("llama")
+        checkpoint.export_hf(model, dataclasses.asdict(model.config), d / "hf")
+        file, name = d / "hf/model.safetensors", "model.layers.1.mlp.up_proj.weight"
+        good, tensors = file.read_bytes(), load_file(file)
+
+        def refused(words, **changed):
+            save_file({key: value for key, value in (tensors | changed).items() if value is not None}, file)
+            fails(ValueError, words, from_hf, d / "hf")
+        refused(f"{name} absent", **{name: None})
+        refused("model.layers.7.mlp.extra.weight absent", **{"model.layers.7.mlp.extra.weight": torch.zeros(2)})
+        refused(f"{name} (5, 7)", **{name: torch.zeros(5, 7)})
+        for damaged in good[:-9], good[:5], b"\xff" * 200, b"":
+            file.write_bytes(damaged)
+            fails(ValueError, "model.safetensors", from_hf, d / "hf")
+        file.write_bytes(good)
+        edit(d / "hf/config.json", tie_word_embeddings=True)
+        fails(ValueError, "lm_head tie_word_embeddings", from_hf, d / "hf")
+        edit(d / "hf/config.json", tie_word_embeddings=None)  # absent, it means what the class's default means
+        from_hf(d / "hf")
+        index = d / "hf/model.safetensors.index.json"
+        for weights, words in [({"a": "../hf/model.safetensors"}, "out of the folder"),
+                               ({"a": "/etc/passwd"}, "/etc/passwd"), ({"a": "gone.safetensors"}, "gone"),
+                               ([], "index.json"), ({"a": 3}, "index.json")]:
+            index.write_text(json.dumps({"weight_map": weights}))
+            fails(ValueError, words, from_hf, d / "hf")
+        (d / "hf/config.json").write_text("{")
+        fails(ValueError, "config.json", from_hf, d / "hf")
+        fails(ValueError, "nowhere/config.json run", from_hf, "nowhere")
+        torch.save({"model": Evil(d / "mark"), "model_args": {}}, d / "ckpt.pt")
+        fails(ValueError, "ckpt.pt system", from_hf, d / "ckpt.pt")
+        assert not (d / "mark").exists()
+
+
+def test_a_ckpt_of_nanogpt_is_imported():
+    """Prefix _orig_mod., matrices not transposed, the tied head twice, masks among the tensors."""
+    model = published("gpt2")
+    state = {}
+    for theirs, ours in checkpoint.hf_names("gpt2", [name for name, _ in model.named_parameters()]).items():
+        state["_orig_mod." + theirs] = torch.cat([model.get_parameter(name).detach() for name in ours])
+    state["_orig_mod.lm_head.weight"] = state["_orig_mod.transformer.wte.weight"]
+    state["_orig_mod.transformer.h.0.attn.bias"] = torch.ones(1, 1, 96, 96)
+    args = dict(n_layer=2, n_head=4, n_embd=64, block_size=96, bias=True, vocab_size=67, dropout=0.0)
+    with folder() as d:
+        saved = dict(model=state, model_args=args, iter_num=3, best_val_loss=torch.tensor(1.0), config={})
+        torch.save(saved, d / "ckpt.pt")
+        assert same(checkpoint.tensors(from_hf(d / "ckpt.pt")), checkpoint.tensors(model))
+        saved["model_args"]["n_experts"] = 8
+        torch.save(saved, d / "ckpt.pt")
+        fails(ValueError, "n_experts 8", from_hf, d / "ckpt.pt")
+
+
+def command(file, *argv):
+    """(exit code, output) of a file's main() in this process."""
+    with mock.patch.object(sys, "argv", [file.__file__, *map(str, argv)]):
+        return exit_of(file.main)
+
+
+def test_hf_commands_and_training_from_a_folder():
+    """export, import, model.py of each, --init_from and its mistakes, and the run resumed."""
+    with folder() as d:
+        data.prepare([model_file.__file__], d / "data")
+        checkpoint.export_hf(model := published("gpt2", vocab_size=320, dropout=0.1), dataclasses.asdict(model.config),
+                             d / "hf", eot=256, files=data.hf_tokenizer(data.load_tokenizer("bytes")))
+        flags = ["--batch_size=8", "--device=cpu", "--dtype=fp32", f"--data={d}/data", f"--out={d}/out", "--lr=1e-30",
+                 "--steps=2", "--eval_tokens=640", f"--init_from={d}/hf", "--seq_len=48"]
+        run = functools.partial(command, train_file)
+        code, output = run(*flags)
+        assert code == 0 and f"from {d}/hf" in output, output
+        now = from_hf(d / "out")
+        then = dict(model.named_parameters())
+        for name, p in now.named_parameters():  # the rate is zero, nearly, and the positions are fewer
+            assert torch.allclose(p, then[name][:48] if name == "position.weight" else then[name], atol=1e-20), name
+        code, output = run(*flags, "--steps=3")
+        assert code == 0 and "resumed at step 2" in output, output
+        code, output = run(*flags, "--seq_len=97", f"--out={d}/longer")
+        assert isinstance(code, str) and "(96, 64)" in code and "--seq_len" in code, (code, output)
+        for wrong, words in [(["--n_layer=2"], "--n_layer --init_from"), (["--model=nano"], "--model --init_from"),
+                             (["--init_from=nowhere"], "nowhere")]:
+            code, output = run(*flags, *wrong)
+            assert code == 2 and output.count("\n") == 1 and all(word in output for word in words.split()), output
+        edit(d / "data/meta.json", vocab_size=321)
+        code, output = run(*flags, f"--out={d}/more")
+        assert isinstance(code, str) and "320" in code and "321" in code and "tokenizer" in code, (code, output)
+
+        run = functools.partial(command, checkpoint)
+        assert run("export", d / "out", d / "again", "--dtype=bf16")[0] == 0
+        assert run("import", d / "again", d / "run")[0] == 0
+        assert "not empty" in run("import", d / "again", d / "out")[0] and Checkpointer(d / "out").steps() == [2, 3]
+        samples = {command(model_file, d / where, "def", "--temperature=0", "--tokens=9") for where in ("again", "run")}
+        assert len(samples) == 1 and samples.pop()[0] == 0
+        for argv, words in [(["export", d], "2 paths 1"), (["inspect", d / "run", "--dtype=bf16"], "--dtype inspect"),
+                            (["export", d, d / "x", "--max_shard_size=5"], "--max_shard_size 500MB")]:
+            code, output = run(*argv)
+            assert code == 2 and output.count("\n") == 1 and all(word in output for word in words.split()), output
+
+
+def test_slow_hf_weights_pass_through_two_sharded_processes():
+    """--init_from into FSDP2 and TP, saved, exported: what was in the folder, bit for bit (the rate is nearly zero)."""
+    from safetensors.torch import load_file
+    for name, layout in [("gpt2", "--fsdp"), ("llama", "--tp=2"), ("qwen3", "--fsdp")]:
+        with folder() as d:
+            data.prepare([model_file.__file__], d / "data")
+            model = published(name, vocab_size=258)
+            checkpoint.export_hf(model, dataclasses.asdict(model.config), d / "hf", shard_bytes=50000)
+            flags = ["--batch_size=8", "--device=cpu", "--dtype=fp32", f"--data={d}/data", f"--out={d}/out",
+                     "--lr=1e-30", "--steps=1", "--eval_tokens=640", f"--init_from={d}/hf", layout]
+            run_python("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", train_file.__file__, *flags)
+            assert command(checkpoint, "export", d / "out", d / "again")[0] == 0
+            first = {key: value for file in (d / "hf").glob("*.safetensors") for key, value in load_file(file).items()}
+            assert same(load_file(d / "again/model.safetensors"), first)
 
 
 # ---- many processes --------------------------------------------------------------------------------------------------

@@ -42,11 +42,12 @@ class TrainConfig:
     """Train a GPT."""
     data: Annotated[str, "folder of token shards from data.py; one named stdlib prepares itself"] = "data/stdlib"
     out: Annotated[str, "folder of the run: config, metrics, checkpoints"] = "out"
-    model: Annotated[Literal[tuple(PRESETS)], "preset; the next flags change single fields of it"] = "nano"
+    model: Annotated[Literal[tuple(PRESETS)], "preset, by default nano; the next flags change single fields"] = None
     n_layer: Annotated[int | None, "blocks"] = None
     n_head: Annotated[int | None, "query heads"] = None
     n_kv_head: Annotated[int | None, "key/value heads, for grouped-query attention"] = None
     n_embd: Annotated[int | None, "width"] = None
+    init_from: Annotated[str | None, "start from a Hugging Face folder or nanoGPT's ckpt.pt, not from --model"] = None
     seq_len: Annotated[int | None, "tokens a training sequence has; default: the preset's, at most 4096"] = None
     dropout: Annotated[float | None, "probability of dropping an activation or attention weight"] = None
     steps: Annotated[int, "optimizer steps of the whole run"] = 200
@@ -101,6 +102,9 @@ class TrainConfig:
             raise ValueError(f"--resume is {self.resume!r}, expected auto, never or the number of a step")
         if not self.reshard and not self.fsdp:
             raise ValueError("--no_reshard has no effect without --fsdp: add --fsdp, or drop --no_reshard")
+        for name in "model", "n_layer", "n_head", "n_kv_head", "n_embd":
+            if self.init_from and getattr(self, name) is not None:
+                raise ValueError(f"--{name} has no effect with --init_from, which gives the model's shape: drop one")
         model_config(self, vocab_size=1)
 
 
@@ -139,8 +143,11 @@ def parse_args(kind, prog, argv=None):
 
 def model_config(config, vocab_size, eot=0):
     """The ModelConfig of preset and flags; raises ValueError where they do not make a network."""
-    fields = dict(PRESETS[config.model], vocab_size=vocab_size, doc_start=eot if config.doc_mask else -1)
-    fields["seq_len"] = min(fields["seq_len"], 4096)
+    fields = dict(PRESETS[config.model or "nano"], vocab_size=vocab_size)
+    if config.init_from:
+        fields = checkpoint.read_hf(config.init_from)[1]
+        fields["vocab_size"] = max(fields["vocab_size"], vocab_size)  # too few are refused with the tensors, by shape
+    fields |= dict(seq_len=min(fields["seq_len"], 4096), doc_start=eot if config.doc_mask else -1)
     # Flags and fields of the model have the same names.
     given = {name: value for name, value in vars(config).items() if hasattr(ModelConfig, name) and value is not None}
     return ModelConfig(**fields | given)
@@ -305,6 +312,8 @@ def setup(config, world, micro_batch):
     backend, note = pick_backend(config.attention, config.sdpa, fields, world.device, dtype)
     with torch.device("meta"):
         run.raw = GPT(fields, backend)
+    if config.init_from and resumed is None:
+        run.raw.initial = checkpoint.import_hf(run.raw, config.init_from)
     run.model = distributed.parallelize(
         run.raw, world, param_dtype=dtype, activation_checkpoint=config.activation_checkpoint, compile=compiled,
         seed=config.seed, reshard_after_forward=config.reshard)
@@ -328,14 +337,15 @@ def setup(config, world, micro_batch):
 
     say(f"data      {config.data}: {run.dataset.tokens:,} tokens to train on, {run.validation.tokens:,} to validate, "
         f"tokenizer {run.note['tokenizer']} of {fields.vocab_size:,}")
-    say(f"model     {config.model}: {run.raw.num_params():,} parameters, {fields.n_layer} layers x {fields.n_embd}, "
-        f"{note}")
+    say(f"model     {config.init_from or config.model or 'nano'}: {run.raw.num_params():,} parameters, "
+        f"{fields.n_layer} layers x {fields.n_embd}, {note}")
     say(f"batch     {config.batch_size} sequences = {world.data_size} processes x {run.accumulation} micro-batches x "
         f"{micro_batch}, each of {fields.seq_len} tokens")
     say(f"machine   {world.size} x {world.device.type}, {str(dtype)[6:]} ({why_dtype}), compile {why_compile}, "
         f"peak {peak / 1e12:.2f} TFLOP/s ({source})")
     say(f"optimizer {config.optimizer}, peak lr {run.peak_lr:.2e}, {config.schedule}; "
-        + (f"resumed at step {run.step} of {config.steps}" if run.step else f"{config.steps} steps from scratch"))
+        + (f"resumed at step {run.step} of {config.steps}" if run.step else
+           f"{config.steps} steps from {config.init_from or 'scratch'}"))
     return run
 
 
@@ -482,7 +492,7 @@ def show_sample(run, tokens=200):
     tokens = min(tokens, run.raw.config.seq_len - len(prompt))  # learned positions end there
     run.raw.eval()
     with run.autocast, torch.compiler.set_stance("force_eager"):  # the cache's length would recompile at each token
-        new, = run.raw.generate([prompt], tokens, temperature=0.8, seed=run.config.seed)
+        new, = run.raw.generate([prompt], tokens, temperature=0.8, seed=run.config.seed, vocab=tokenizer.n_vocab)
     run.say(f"---- sample: {tokenizer.decode(prompt)!r} goes on ----\n{tokenizer.decode(new)}\n----")
 
 
