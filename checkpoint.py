@@ -237,7 +237,6 @@ class Checkpointer:
         write fails (at once, or if asynchronous from check() and finish()). Older checkpoints are then as they were.
         """
         import torch.distributed.checkpoint as dcp
-        from torch.distributed.checkpoint.staging import DefaultStager, StagingOptions
 
         self.settle()  # one write at a time
         if step == self.saved:

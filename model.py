@@ -186,6 +186,11 @@ class Block(nn.Module):
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
 
+def table(rows, width):
+    """An nn.Embedding of zeros, for `initial` to fill; its own random numbers cost 2 s of imports on a meta device."""
+    return nn.Embedding.from_pretrained(torch.zeros(rows, width), freeze=False)
+
+
 def summed_loss(x, weight, targets, softcap=0.0):
     """Sum of the cross-entropies of logits x weight^T: x (N, C), weight (V, C), targets (N,) -> fp32 scalar."""
     # (N, V): a softmax over 50,000 bf16 logits would lose three of its digits
@@ -199,8 +204,8 @@ class GPT(nn.Module):
     def __init__(self, config, backend="auto"):
         super().__init__()
         self.config, self.backend = config, backend
-        self.embed = nn.Embedding(config.vocab_size, config.n_embd)
-        self.position = nn.Embedding(config.seq_len, config.n_embd) if config.position == "learned" else None
+        self.embed = table(config.vocab_size, config.n_embd)
+        self.position = table(config.seq_len, config.n_embd) if config.position == "learned" else None
         self.dropout = nn.Dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, layer, backend) for layer in range(config.n_layer))
         self.norm = make_norm(config)
