@@ -1790,7 +1790,7 @@ def test_wrong_layouts_are_one_line():
         fails(ValueError, "--tp 4", distributed.start, "cpu", tp=4)
     with launched(8):
         fails(ValueError, "has no effect without --fsdp", distributed.layout, replicas=2)
-        fails(ValueError, "--replicas 3 takes a multiple of 3 processes: start 6", distributed.layout, fsdp=True, replicas=3)
+        fails(ValueError, "8 processes do not divide by 3, start 6", distributed.layout, fsdp=True, replicas=3)
         fails(ValueError, "add --fsdp", distributed.layout, tp=2)
         fails(ValueError, "n_head 6 is not divisible by --tp 4", distributed.layout, fsdp=True, tp=4, n_head=6)
         assert distributed.layout() == dict(replicate=8)
@@ -1916,6 +1916,16 @@ def test_planner_peak_is_the_measured_one(cases=(("gpt2", "none", True), ("gpt2"
 
 def test_slow_planner_peaks():
     test_planner_peak_is_the_measured_one(itertools.product(SHAPES, ("none", "block", "selective"), (False, True)))
+
+
+def test_slow_eight_processes_on_a_fresh_checkout():
+    """`torchrun --nproc_per_node=8 train.py --fsdp` without data: one process prepares, the others wait."""
+    with folder() as d:
+        output = run_python("-m", "torch.distributed.run", "--nproc_per_node=8", train_file.__file__, "--fsdp", *SMALL,
+                            "--n_layer=1", "--steps=2", timeout=400, cwd=d)
+        assert output.count("preparing the Python standard library") == 1, output
+        assert "= 8 processes x 1 micro-batches x 1" in output and "out is complete at step 2" in output, output
+        assert len(metrics_of(d / "out")[0]) == 2 and (d / "data/stdlib/meta.json").exists()
 
 
 def test_slow_thirty_runs_end_with_code_0():
