@@ -163,9 +163,9 @@ def refuse(message, code):
     """End with one line on stderr and exit code `code`: for an error that most likely all processes have found.
 
     The machine's first says it at once, whereupon torchrun ends the others before they repeat it. An error that one
-    process alone has found is printed, too, after these three seconds.
+    process alone has found is printed, too, after these ten seconds.
     """
-    time.sleep(3 if setting("LOCAL_RANK") else 0)
+    time.sleep(10 if setting("LOCAL_RANK") else 0)
     print(message, file=sys.stderr, flush=True)
     raise SystemExit(code)
 

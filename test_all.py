@@ -1542,14 +1542,17 @@ def whole(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
-def run_steps(world, shape, tied, steps=3, accumulation=2, optimizer="adamw", dtype="float32", nano=False, **options):
+def run_steps(world, shape, tied, steps=3, accumulation=2, optimizer="adamw", dtype="float32", nano=False,
+              evaluations=True, backend="inductor", **options):
     """A short run on one layout: losses, gradient norms, the parameters that did not move, counts of elements.
 
     It evaluates before the first step and after the last, where the train mode's hooks and the optimizer would notice.
     """
     config, dtype, batch = shaped(shape, tied, nano), getattr(torch, dtype), 16 if nano else 8
     raw = meta(config)
-    model = distributed.parallelize(raw, world, seed=1, param_dtype=dtype, **options)
+    with mock.patch.object(nn.Module, "compile", functools.partialmethod(nn.Module.compile, backend=backend)), \
+            mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=backend)):
+        model = distributed.parallelize(raw, world, seed=1, param_dtype=dtype, **options)
     before = {name: whole(p).detach().clone() for name, p in raw.named_parameters()}
     if optimizer == "muon":
         optimizers = train_file.build_optimizer(raw, TrainConfig(), 0.01, dtype)
@@ -1572,7 +1575,8 @@ def run_steps(world, shape, tied, steps=3, accumulation=2, optimizer="adamw", dt
         with torch.no_grad(), autocast:
             validation.append((world.sum(model(x, y)) / world.sum((y != -100).sum())).item())
         distributed.reshard(raw)
-    evaluate()
+    if evaluations:
+        evaluate()
     for step in range(steps):
         x, y = batch_of()
         count, total = world.sum((y != -100).sum()), torch.zeros(())
@@ -1587,7 +1591,8 @@ def run_steps(world, shape, tied, steps=3, accumulation=2, optimizer="adamw", dt
         for optimizer in optimizers:
             optimizer.step()
             optimizer.zero_grad()
-    evaluate()
+    if evaluations:
+        evaluate()
     still = [name for name, p in raw.named_parameters() if torch.equal(whole(p), before[name])]
     held = sum(local(p).nbytes for p in raw.parameters())
     state = sum(local(t).nbytes for optimizer in optimizers for s in optimizer.state.values()
@@ -1651,8 +1656,8 @@ def check_layouts(processes, layouts, runs, tolerances=None):
     found = [json.loads(line[5:]) for line in done.stdout.splitlines() if line.startswith("FOUND")]
     assert len(found) == len(cases)
     for (layout, options), now, tolerance in zip(cases, found, itertools.cycle(tolerances or [1e-4])):
-        then = alone(**{key: options[key] for key in ("shape", "tied", "optimizer", "dtype", "steps", "nano")
-                        if key in options})
+        then = alone(**{key: value for key, value in options.items()
+                        if key not in ("compile", "backend", "activation_checkpoint")})
         assert difference(now, then) < tolerance, (layout, options, now, then)
         assert now["names"] == then["names"], "wrappers must not change the parameters' names"
         assert not now["still"], (layout, options, now["still"])
@@ -1733,10 +1738,15 @@ def test_slow_law_1_activation_checkpoints_muon_and_bf16():
 
 
 def test_slow_law_1_compiled():
-    """Whole under DDP, per block under FSDP2 and tensor parallel, with checkpointed blocks."""
-    compiled = with_options([("llama", True, {}), ("gpt2", False, dict(activation_checkpoint="block"))], compile=True)
-    check_layouts(2, TWO, compiled)
-    check_layouts(4, FOUR[2:], compiled[:1])
+    """Whole under DDP, per block under FSDP2 and tensor parallel, with checkpointed blocks, by inductor."""
+    compiled = [("llama", True, dict(compile=True, steps=2, evaluations=False))]
+    check_layouts(2, TWO[::2], compiled)
+    check_layouts(2, TWO[1:2], [("llama", True, dict(compiled[0][2], activation_checkpoint="block"))])
+
+
+def test_slow_law_1_traced_under_fsdp_and_tensor_parallel():
+    """Blocks compiled with the collectives of tensor parallelism in them, below FSDP2; the graphs run eagerly."""
+    check_layouts(4, FOUR[3:], [("llama", True, dict(compile=True, steps=2, evaluations=False, backend="aot_eager"))])
 
 
 def worker_manners(_):
