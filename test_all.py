@@ -1725,7 +1725,7 @@ def test_slow_law_1_ten_steps_of_nano_in_every_layout():
         now = run_steps(distributed.World(torch.device("cpu")), shape, tied, accumulation=4, **options)
         assert difference(now, alone(shape, tied, **options)) < 1e-4
     check_layouts(2, TWO, runs)
-    check_layouts(4, FOUR, runs)
+    check_layouts(4, FOUR, runs[::3])  # one of each family, one tied: all four take 100 s more
 
 
 def test_slow_law_1_activation_checkpoints_muon_and_bf16():
@@ -1733,8 +1733,8 @@ def test_slow_law_1_activation_checkpoints_muon_and_bf16():
     checkpointed = with_options(CHECKPOINTED, steps=5)
     muon = [("llama", True, dict(optimizer="muon", steps=5)), ("gpt2", False, dict(optimizer="muon", steps=5))]
     bf16 = [("llama", True, dict(dtype="bfloat16")), ("gpt2", False, dict(dtype="bfloat16"))]
-    for processes, layouts in (2, TWO + [dict(shard=1, tp=2)]), (4, FOUR):
-        check_layouts(processes, layouts, checkpointed + muon + bf16, [1e-4] * 4 + [1e-3] * 2 + [1e-2] * 2)
+    check_layouts(2, TWO, checkpointed + muon + bf16, [1e-4] * 4 + [1e-3] * 2 + [1e-2] * 2)
+    check_layouts(4, FOUR, checkpointed[::3] + muon[:1] + bf16[1:], [1e-4] * 2 + [1e-3, 1e-2])
 
 
 def test_slow_law_1_compiled():
