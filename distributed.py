@@ -86,17 +86,17 @@ def layout(fsdp=False, replicas=1, tp=1, processes=None, timeout=None, **sizes):
     divides, by name (n_head=12). Raises ValueError before anything waits: call it as early as the numbers are known.
     """
     processes = processes or setting("WORLD_SIZE")
-    size, model = max(1, processes), replicas * tp
+    size, unit = max(1, processes), replicas * tp
     flags = {"--fsdp": fsdp, f"--replicas {replicas}": replicas > 1, f"--tp {tp}": tp > 1,
              f"--timeout {timeout}": timeout}
     asked = " ".join(flag for flag, given in flags.items() if given)
     if asked and not processes:
         raise ValueError(f"{asked} needs several processes, found one without torchrun: run torchrun --standalone "
-                         f"--nproc_per_node={max(2, model)} {os.path.basename(sys.argv[0])} {asked}")
+                         f"--nproc_per_node={max(2, unit)} {os.path.basename(sys.argv[0])} {asked}")
     if replicas > 1 and not fsdp:
         raise ValueError(f"--replicas {replicas} has no effect without --fsdp: DDP has a replica on every process")
-    if size % model:
-        raise ValueError(f"{asked} takes a multiple of {model} processes: start {max(size, model) // model * model}, not {size}")
+    if size % unit:
+        raise ValueError(f"{asked}: {size} processes do not divide by {unit}, start {max(size, unit) // unit * unit}")
     if tp > 1 and not fsdp and size != tp:
         raise ValueError(f"--tp {tp} alone takes {tp} processes, found {size}: add --fsdp, or start {tp}")
     for name, value in sizes.items():
@@ -104,7 +104,7 @@ def layout(fsdp=False, replicas=1, tp=1, processes=None, timeout=None, **sizes):
             raise ValueError(f"{name} {value} is not divisible by --tp {tp}: take a divisor of {gcd(*sizes.values())}")
     if not fsdp:
         return {"tp": tp} if tp > 1 else {"replicate": size} if processes else {}
-    shape = {"replicate": replicas, "shard": size // model, "tp": tp}
+    shape = {"replicate": replicas, "shard": size // unit, "tp": tp}
     return {name: n for name, n in shape.items() if n > 1 or name == "shard"}
 
 
@@ -190,9 +190,9 @@ def refuse(message, code):
     """End with one line on stderr and exit code `code`: for an error that most likely all processes have found.
 
     The machine's first says it at once, whereupon torchrun ends the others before they repeat it. An error that one
-    process alone has found is printed, too, after these three seconds.
+    process alone has found is printed, too, after these ten seconds.
     """
-    time.sleep(3 if setting("LOCAL_RANK") else 0)
+    time.sleep(10 if setting("LOCAL_RANK") else 0)
     print(message, file=sys.stderr, flush=True)
     raise SystemExit(code)
 
