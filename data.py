@@ -486,29 +486,42 @@ class TokenDataset:
         self.fixed(0)  # ids of another vocabulary show here, before the first step
 
     def __getitem__(self, i):
-        epoch, i = divmod(i, self.windows)
-        key = mix(self.seed, epoch)
-        return self.fixed(permute(i, self.windows, key), key if epoch else 0)
+        x, y = self.__getitems__([i])
+        return x[0], y[0]
 
-    def fixed(self, i, key=0):
-        """(x, y), int64 (T,), of window i in file order, 0 <= i < windows.
+    def __getitems__(self, indices):
+        """What DataLoader calls for a whole micro-batch: x and y, int64 (B, T)."""
+        places = []
+        for i in indices:
+            epoch, i = divmod(i, self.windows)
+            key = mix(self.seed, epoch)
+            places.append(self.place(permute(i, self.windows, key), key if epoch else 0))
+        return self.read(places)
 
-        A key moves all windows of a shard by up to T - 1 tokens, so that each epoch cuts the text elsewhere; their
-        number stays, for the last one is held within the shard.
-        """
-        shard = bisect.bisect(self.ends, range(self.windows)[i])
-        place = i - (self.ends[shard - 1] if shard else 0)
+    def fixed(self, i):
+        """(x, y), int64 (T,), of window i in file order, 0 <= i < windows."""
+        x, y = self.read([self.place(range(self.windows)[i])])
+        return x[0], y[0]
+
+    def place(self, window, key=0):
+        """(shard, slice of its tokens). A key moves all windows of a shard by up to T - 1 tokens, so that each epoch
+        cuts the text elsewhere; their number stays, for the last one is held within the shard."""
+        shard = bisect.bisect(self.ends, window)
         phase = mix(key, shard) % self.seq_len if key else 0
-        start = min(place * self.seq_len + phase, self.shards[shard][3] - 1 - self.seq_len)
-        window = slice(start, start + self.seq_len + 1)
-        ids = map_shard(*self.shards[shard])[window].astype(np.int64)
-        if ids.max() >= self.meta["vocab_size"]:  # found here, it has a file's name; on a GPU it would be an assertion
-            raise DataError(f"{self.shards[shard][0]} has the id {ids.max():,}, beyond its vocabulary of "
-                            f"{self.meta['vocab_size']:,}")
-        y = ids[1:].copy()
+        start = (window - (self.ends[shard - 1] if shard else 0)) * self.seq_len + phase
+        start = min(start, self.shards[shard][3] - 1 - self.seq_len)
+        return shard, slice(start, start + self.seq_len + 1)
+
+    def read(self, places):
+        """x and y, int64 (B, T), of `places`."""
+        rows = np.stack([map_shard(*self.shards[shard])[window] for shard, window in places])  # (B, T + 1)
+        if rows.max() >= self.meta["vocab_size"]:  # found here, it has a file's name; on a GPU it would be an assertion
+            path = self.shards[places[rows.max(axis=1).argmax()][0]][0]
+            raise DataError(f"{path} has the id {rows.max():,}, beyond its vocabulary of {self.meta['vocab_size']:,}")
+        x, y = rows[:, :-1].astype(np.int64), rows[:, 1:].astype(np.int64)
         if self.masks:
-            y[map_shard(*self.masks[shard])[window][1:] == 0] = -100
-        return torch.from_numpy(ids[:-1]), torch.from_numpy(y)  # (T,) each
+            y[np.stack([map_shard(*self.masks[shard])[window] for shard, window in places])[:, 1:] == 0] = -100
+        return torch.from_numpy(x), torch.from_numpy(y)
 
 
 class DataError(ValueError):
@@ -547,7 +560,8 @@ def batches(dataset, step, batch_size, micro_batch, rank=0, world=1, device="cpu
     shares = itertools.count(step * batch_size + rank * share, batch_size)
     indices = (range(i, i + micro_batch) for first in shares for i in range(first, first + share, micro_batch))
     loader = torch.utils.data.DataLoader(
-        dataset, batch_sampler=indices, num_workers=2 * cuda if workers is None else workers, pin_memory=cuda,
+        dataset, batch_sampler=indices, collate_fn=tuple,  # (x, y) as it is
+        num_workers=2 * cuda if workers is None else workers, pin_memory=cuda,
         generator=torch.Generator())  # else it would draw from the global random numbers
     for x, y in loader:
         yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)

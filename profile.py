@@ -301,7 +301,7 @@ def main():
         if sys.argv[1:2] == ["plot"]:
             return plot(sys.argv[2:] or ["out"])
         config = train.parse_args(make_dataclass("Benchmark", flags, bases=(train.TrainConfig,)), "profile.py")
-        world = train.distributed.World(train.distributed.find_device(config.device), rank=1)  # rank 0 prints, saves
+        world = train.distributed.World(train.distributed.find_device(config.device), writer=False)
         dtype, why_dtype = train.pick_dtype(config.dtype, world.device)
         compiled, why_compiled = train.pick_compile(config.compile, world.device)
         print(f"rows beside fp32: {why_dtype}; compiled rows: {why_compiled}", file=sys.stderr)

@@ -588,7 +588,7 @@ def test_resumed_run_is_the_run():
         assert code == 0 and "resumed at step" in output and metrics_of(d / "stopped") == whole, output
 
         code, output = train_here(f"--out={d}/stopped", *flags, "--n_layer=3")
-        assert "n_layer 2" in str(code) and "flags say 3" in str(code), (code, output)
+        assert code == 1 and "n_layer 2" in output and "flags say 3" in output, (code, output)
         code, output = train_here(f"--out={d}/stopped", *flags, "--resume=never", "--steps=1")
         assert code == 0 and "stopped.1" in output and metrics_of(d / "stopped.1") == whole, output
 
@@ -2083,7 +2083,7 @@ def test_hf_what_is_not_known_is_refused_with_field_and_value():
     with folder() as d:
         for family, changes in {
                 "llama": [dict(model_type="mistral"), dict(num_experts=8), dict(attention_bias=True),
-                          dict(mlp_bias=True), dict(hidden_act="gelu"), dict(rope_scaling=dict(type="yarn", factor=4.0)),
+                          dict(mlp_bias=True), dict(hidden_act="gelu"), dict(rope_scaling=dict(type="yarn", factor=4)),
                           dict(rope_parameters=dict(rope_type="linear", factor=2.0)), dict(pretraining_tp=2),
                           dict(rope_scaling=dict(rope_type="llama3", factor=2.0)), dict(partial_rotary_factor=0.5),
                           dict(quantization_config={"bits": 4}), dict(rope_interleaved=True)],
@@ -2192,14 +2192,14 @@ def test_hf_commands_and_training_from_a_folder():
         code, output = run(*flags, "--steps=3")
         assert code == 0 and "resumed at step 2" in output, output
         code, output = run(*flags, "--seq_len=97", f"--out={d}/longer")
-        assert isinstance(code, str) and "(96, 64)" in code and "--seq_len" in code, (code, output)
+        assert code == 1 and "(96, 64)" in output and "--seq_len" in output, (code, output)
         for wrong, words in [(["--n_layer=2"], "--n_layer --init_from"), (["--model=nano"], "--model --init_from"),
                              (["--init_from=nowhere"], "nowhere")]:
             code, output = run(*flags, *wrong)
             assert code == 2 and output.count("\n") == 1 and all(word in output for word in words.split()), output
         edit(d / "data/meta.json", vocab_size=321)
         code, output = run(*flags, f"--out={d}/more")
-        assert isinstance(code, str) and "320" in code and "321" in code and "tokenizer" in code, (code, output)
+        assert code == 1 and "320" in output and "321" in output and "tokenizer" in output, (code, output)
 
         run = functools.partial(command, checkpoint)
         assert run("export", d / "out", d / "again", "--dtype=bf16")[0] == 0
