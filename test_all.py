@@ -860,6 +860,22 @@ def test_benchmark_of_a_step():
         assert not (d / "out").exists()
 
 
+def test_readme_names_what_exists():
+    """Each `file.name`, test and flag on the page; flags of torchrun, Slurm and this file are listed here."""
+    text = (HERE / "README.md").read_text(encoding="utf-8")
+    files = dict(attention=attention, model=model_file, data=data, distributed=distributed, checkpoint=checkpoint,
+                 profile=profile, train=train_file)
+    for file, names in re.findall(r"`(\w+)\.([A-Za-z_][\w.]*)`", text):
+        if file in files and names not in ("py", "bin"):
+            functools.reduce(getattr, names.split("."), files[file])
+    assert not set(re.findall(r"\btest_\w+", text)) - globals().keys() - {"test_all"}
+    commands = TrainConfig, data.DataConfig, model_file.SampleConfig, checkpoint.CheckpointConfig
+    known = {field.name for command in commands for field in dataclasses.fields(command)}
+    others = """help gpus gpu json list slow standalone nproc_per_node nnodes rdzv_id rdzv_backend rdzv_endpoint
+        max-restarts nodes ntasks-per-node gpus-per-node cpus-per-task time signal"""
+    assert not set(re.findall(r"(?<![\w-])--([a-z_-]+)", text)) - known - set(others.split())
+
+
 def test_imports_point_one_way_and_the_tree_stays_small():
     """The leaves import nothing of ours, model imports attention, train glues; at most 2,320 lines of code."""
     modules = {path.stem: ast.parse(path.read_text(encoding="utf-8")) for path in HERE.glob("*.py")}
