@@ -1805,7 +1805,7 @@ def test_checkpoint_write_that_fails_names_the_file_and_costs_nothing():
 
 
 # One group of two processes runs all the checks that need one.
-TWO = """
+SCRIPT = """
 import gc, os, sys
 sys.path.insert(0, TESTS)
 from test_all import *
@@ -1919,7 +1919,7 @@ def test_slow_checkpoint_on_two_processes():
     """DDP and FSDP2, saved and loaded across and on one process, sync and async; failures on one rank reach both."""
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder, "two.py")
-        script.write_text("import time\n" + TWO.replace("TESTS", repr(str(HERE))))
+        script.write_text("import time\n" + SCRIPT.replace("TESTS", repr(str(HERE))))
         run_python("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", script, folder)
         for name, build in (("ddp", muon_and_adamw), ("fsdp", adamw)):
             reference = torch.load(f"{folder}/{name}True/reference.pt", weights_only=True)
