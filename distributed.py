@@ -214,15 +214,19 @@ def stop(world):
 
 # ---- the wrappers, in the order in which they must be applied ----
 
-def parallelize(raw, world, *, compile=False, seed=0, **options):
+def parallelize(raw, world, *, compile=False, seed=0, offload=False, **options):
     """Take `raw`, a model on the meta device, to this process's share of it with initial weights -> the callable model.
 
     `raw` stays the same object with the same parameter names, free of wrapper prefixes. Build the optimizer afterwards:
     sharding replaces the parameters, and an optimizer built before it holds tensors that training never touches.
+    `offload`: parameters, gradients and optimizer live in the host's memory, and each block visits the GPU to compute.
     `options`: see `shard`.
     """
-    shard(raw, world, compile=compile, **options)
-    materialize(raw, world.device, seed)
+    shard(raw, world, compile=compile, offload=offload, **options)
+    materialize(raw, "cpu" if offload else world.device, seed)
+    for module in raw.modules() if offload else ():
+        for name, buffer in module.named_buffers(recurse=False):
+            setattr(module, name, buffer.to(world.device))
     model = torch.compile(raw) if compile and not (world.has("shard") or world.has("tp")) else raw
     if world.has("replicate") and not world.has("shard"):
         # Gradients that are views into the all-reduce's buckets save a copy of the model.
@@ -233,7 +237,7 @@ def parallelize(raw, world, *, compile=False, seed=0, **options):
 
 
 def shard(raw, world, param_dtype=torch.float32, activation_checkpoint="none", compile=False,
-          reshard_after_forward=True):
+          reshard_after_forward=True, offload=False):
     """What happens on the meta device: tensor parallel -> activation checkpoint -> compile per block -> fully_shard.
 
     Each step sees what the one before left: one graph per block holds the tensor-parallel collectives and the
@@ -247,7 +251,7 @@ def shard(raw, world, param_dtype=torch.float32, activation_checkpoint="none", c
         if compile and (world.has("shard") or world.has("tp")):
             block.compile()  # in place: no `_orig_mod` in the names. All blocks share one compilation.
     if world.has("shard"):
-        fully_shard_blocks(raw, world, param_dtype, reshard_after_forward)
+        fully_shard_blocks(raw, world, param_dtype, reshard_after_forward, offload)
 
 
 # Module name -> style. Megatron's pairing (Shoeybi et al. 2019): a column-wise product leaves each process a share of
@@ -307,15 +311,16 @@ def expensive_ops():
     return [getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name)]
 
 
-def fully_shard_blocks(raw, world, param_dtype, reshard_after_forward):
+def fully_shard_blocks(raw, world, param_dtype, reshard_after_forward, offload):
     """FSDP2 (ZeRO-3): each process keeps 1/shard of every parameter; a block is whole only while it computes.
 
     Embedding, last norm and head stay with the root: both ends of the forward pass need them, and a tied pair in two
     groups raises. On a ("replicate", "shard") mesh the same call is HSDP: sharded inside, all-reduced across.
     """
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
     options = dict(
         mesh=world.mesh["replicate", "shard"] if world.has("replicate") else world.mesh["shard"],
+        offload_policy=CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if offload else OffloadPolicy(),
         # Inputs keep their dtype: the rotary tables are fp32, and bf16 has 8 bits for an angle.
         mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False))
     blocks = list(raw.blocks)
@@ -514,7 +519,9 @@ def main():
         now = replace(config, **change)
         if now.gpus < 1:
             raise ValueError(f"--gpus is {now.gpus}, expected at least 1")
-        fields = train.model_config(now, PRESETS[now.model].get("vocab_size", 257))
+        if now.offload:
+            raise ValueError("--offload is not predicted: what it costs depends on the host")
+        fields = train.model_config(now, PRESETS[now.model or "nano"].get("vocab_size", 257))
         ranks = max(1, now.gpus // now.tp)  # that have data of their own
         now.batch_size = now.batch_size or ranks * (now.micro_batch or 1)
         micro_batch = train.pick_micro_batch(now, ranks)

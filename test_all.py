@@ -2576,6 +2576,11 @@ def test_slow_law_1_activation_checkpoints_muon_and_bf16():
     check_layouts(4, FOUR, checkpointed[::3] + muon[:1] + bf16[1:], [1e-4] * 2 + [1e-3, 1e-2])
 
 
+def test_slow_law_1_offloaded():
+    """Parameters, gradients and moments in the host's memory; here it is the same memory, by the same calls."""
+    check_layouts(2, TWO[1:2], [("llama", False, dict(offload=True, optimizer="muon"))], [1e-3])
+
+
 def test_slow_law_1_compiled():
     """Whole under DDP, per block under FSDP2 and tensor parallel, with checkpointed blocks, by inductor."""
     compiled = [("llama", True, dict(compile=True, steps=2, evaluations=False))]

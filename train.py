@@ -66,6 +66,7 @@ class TrainConfig:
     compile: Annotated[Literal["auto", "on", "off"], "torch.compile; auto: on a GPU"] = "auto"
     fsdp: Annotated[bool, "shard parameters, gradients, moments (FSDP2), rather than replicate (DDP)"] = False
     reshard: Annotated[bool, "free a block's gathered weights between forward and backward"] = True
+    offload: Annotated[bool, "with --fsdp on GPUs: parameters, moments and the update on the CPU"] = False
     replicas: Annotated[int, "with --fsdp: copies of the sharded model (HSDP)"] = 1
     tp: Annotated[int, "processes that share each matrix product (tensor parallel)"] = 1
     timeout: Annotated[int | None, "seconds that processes wait for one another before the job fails (600)"] = None
@@ -102,6 +103,8 @@ class TrainConfig:
             raise ValueError(f"--resume is {self.resume!r}, expected auto, never or the number of a step")
         if not self.reshard and not self.fsdp:
             raise ValueError("--no_reshard has no effect without --fsdp: add --fsdp, or drop --no_reshard")
+        if self.offload and not self.fsdp:
+            raise ValueError("--offload has no effect without --fsdp: add --fsdp, or drop --offload")
         for name in "model", "n_layer", "n_head", "n_kv_head", "n_embd":
             if self.init_from and getattr(self, name) is not None:
                 raise ValueError(f"--{name} has no effect with --init_from, which gives the model's shape: drop one")
@@ -316,7 +319,7 @@ def setup(config, world, micro_batch):
         run.raw.initial = checkpoint.import_hf(run.raw, config.init_from)
     run.model = distributed.parallelize(
         run.raw, world, param_dtype=dtype, activation_checkpoint=config.activation_checkpoint, compile=compiled,
-        seed=config.seed, reshard_after_forward=config.reshard)
+        seed=config.seed, reshard_after_forward=config.reshard, offload=config.offload)
     run.peak_lr = config.lr or min(0.01, 0.64 / fields.n_embd)
     run.optimizers = build_optimizer(run.raw, config, run.peak_lr, dtype)
     run.scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
@@ -503,6 +506,8 @@ def train(config):
         world = distributed.start(config.device, config.fsdp, config.replicas, config.tp, config.timeout,
                                   n_head=fields.n_head, n_kv_head=fields.n_kv_head, seq_len=fields.seq_len)
         micro_batch = pick_micro_batch(config, world.data_size)
+        if config.offload and world.device.type != "cuda":
+            raise ValueError(f"--offload has no effect on --device {world.device.type}: drop it")
     except ValueError as error:  # flags that do not go together: a mistake of usage
         distributed.refuse(f"train.py: {error}", 2)
     try:
