@@ -2398,7 +2398,7 @@ def run_steps(world, shape, tied, steps=3, accumulation=2, optimizer="adamw", dt
     else:
         # Ten steps at 1e-2 let AdamW blow up rounding: a key's bias has no gradient but noise, whatever its size.
         optimizers = [torch.optim.AdamW(raw.parameters(), lr=1e-3 if steps > 3 else 1e-2)]
-    autocast = torch.autocast("cpu", dtype, enabled=dtype != torch.float32 and not world.has("shard"))
+    autocast = torch.autocast(world.device.type, dtype, enabled=dtype != torch.float32 and not world.has("shard"))
     generator, losses, norms, validation = torch.Generator().manual_seed(0), [], [], []
 
     def batch_of():
@@ -2407,7 +2407,7 @@ def run_steps(world, shape, tied, steps=3, accumulation=2, optimizer="adamw", dt
         y[0, :9] = y[5, 3:] = y[-3:, 1:] = -100  # processes and micro-batches differ in their number of targets
         share = batch // world.data_size
         mine = slice(world.data_rank * share, (world.data_rank + 1) * share)
-        return x[mine], y[mine]
+        return x[mine].to(world.device), y[mine].to(world.device)
 
     def evaluate():
         x, y = batch_of()
@@ -2418,7 +2418,7 @@ def run_steps(world, shape, tied, steps=3, accumulation=2, optimizer="adamw", dt
         evaluate()
     for step in range(steps):
         x, y = batch_of()
-        count, total = world.sum((y != -100).sum()), torch.zeros(())
+        count, total = world.sum((y != -100).sum()), torch.zeros((), device=world.device)
         for i, (a, b) in enumerate(zip(x.chunk(accumulation), y.chunk(accumulation))):
             distributed.accumulate(model, i == accumulation - 1)
             with autocast:
@@ -2469,8 +2469,12 @@ def worker(name, argument="null"):
 
 
 def worker_layouts(cases):
-    """Run each [layout, options] one after the other in one process group; rank 0 prints a JSON line for each."""
-    world = distributed.start("cpu", timeout=120)
+    """Run each [layout, options] one after the other in one process group; rank 0 prints a JSON line for each.
+
+    On a machine with a GPU for each process, there and with NCCL.
+    """
+    gpus = torch.cuda.device_count() >= int(os.environ["WORLD_SIZE"])
+    world = distributed.start("cuda" if gpus else "cpu", timeout=120)
     for shape, options in cases:
         place = distributed.connect(shape, world.device)
         found = run_steps(place, **options)
