@@ -533,6 +533,9 @@ def test_command_line():
         code, output = exit_of(parse, argv)
         assert code == 2 and words in output and output.count("\n") == 1, (argv, output)
     assert len(dataclasses.fields(TrainConfig)) <= 60
+    assert train_file.parse_args(data.DataConfig, "data.py", ["a", "--out=o", "b"]).sources == ["a", "b"]
+    code, output = exit_of(parse, ["--help"])
+    assert code == 0 and "None" not in output and "(wsd)" in output, output
 
 
 SMALL = ["--n_layer=2", "--n_embd=32", "--n_head=2", "--seq_len=32", "--batch_size=8", "--device=cpu", "--dtype=fp32",

@@ -122,7 +122,8 @@ def parse_args(kind, prog, argv=None):
     for field in dataclasses.fields(kind):
         hint, text = get_args(get_type_hints(kind, include_extras=True)[field.name])
         positional = field.default is dataclasses.MISSING
-        options = dict(help=text) if positional else dict(help=text + " (%(default)s)", default=field.default)
+        options = {} if positional else dict(default=field.default)
+        options["help"] = text if options.get("default") is None else text + " (%(default)s)"
         if hint is bool:
             options["action"] = argparse.BooleanOptionalAction
         elif get_origin(hint) is Literal:
@@ -134,7 +135,7 @@ def parse_args(kind, prog, argv=None):
         parser.add_argument(field.name if positional else "--" + field.name, **options)
     argv = [re.sub("(?<=^--)[^=]+", lambda name: re.sub("^no_", "no-", name[0].replace("-", "_")), word)
             for word in (sys.argv[1:] if argv is None else argv)]
-    values, unknown = parser.parse_known_args(argv)
+    values, unknown = parser.parse_known_intermixed_args(argv)  # sources or a prompt may stand behind flags
     if unknown:
         near = difflib.get_close_matches(unknown[0].split("=")[0], parser._option_string_actions, n=1)
         parser.error(f"unknown argument {unknown[0]}" + (f", did you mean {near[0]}?" if near else ""))
