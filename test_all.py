@@ -875,7 +875,7 @@ def test_readme_names_what_exists():
     commands = TrainConfig, data.DataConfig, model_file.SampleConfig, checkpoint.CheckpointConfig
     known = {field.name for command in commands for field in dataclasses.fields(command)}
     others = """help gpus gpu json list slow standalone nproc_per_node nnodes rdzv_id rdzv_backend rdzv_endpoint
-        max-restarts nodes ntasks-per-node gpus-per-node cpus-per-task time signal"""
+        max-restarts monitor-interval rdzv_conf nodes ntasks-per-node gpus-per-node cpus-per-task time signal"""
     assert not set(re.findall(r"(?<![\w-])--([a-z][a-z_-]+)", text)) - known - set(others.split())
 
 
@@ -2349,19 +2349,43 @@ def test_slow_a_checkpoint_of_any_layout_goes_on_in_any_other():
 
 
 def test_slow_elastic():
-    """torchrun --max-restarts starts again by itself after a worker is killed, from the newest checkpoint."""
-    with folder() as d:
+    """torchrun starts again from the newest checkpoint by itself: a worker is killed, and then a whole machine is."""
+    with folder() as d, socket.socket() as meeting:
         data.prepare([model_file.__file__], d / "data")
         flags = [*SMALL, f"--data={d}/data", "--steps=40", "--save_every=2", "--eval_every=20"]
         train_here(f"--out={d}/whole", *flags)
-        job = start_python("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", "--max-restarts=1",
-                           train_file.__file__, f"--out={d}/out", *flags)
-        wait_for(lambda: Checkpointer(d / "out").steps() or job.poll() is not None)
-        worker = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()[1]
-        os.kill(int(worker), signal.SIGKILL)
-        output, _ = job.communicate(timeout=120)
-        assert job.returncode == 0 and "resumed at step" in output, output
-        close_to(d / "out", d / "whole")
+
+        def launch(out, *options):
+            command = ["-m", "torch.distributed.run", *options, train_file.__file__, *flags]
+            return start_python(*command, f"--out={d}/{out}")
+
+        def kill(out, job, *others):
+            """The last worker of `job` and all `others`, once there is a checkpoint."""
+            wait_for(lambda: Checkpointer(d / out).steps() or job.poll() is not None)
+            worker = Path(f"/proc/{job.pid}/task/{job.pid}/children").read_text().split()[-1]
+            for pid in int(worker), *others:
+                os.kill(pid, signal.SIGKILL)
+
+        def goes_on(out, job):
+            output, _ = job.communicate(timeout=120)
+            assert job.returncode == 0 and "resumed at step" in output, output
+            close_to(d / out, d / "whole")
+            return output
+        job = launch("worker", "--standalone", "--nproc_per_node=2", "--max-restarts=1")
+        kill("worker", job)
+        goes_on("worker", job)
+
+        port = free_port()
+        options = ["--nnodes=1:2", "--nproc_per_node=1", "--max-restarts=3", "--rdzv_backend=c10d", "--rdzv_id=job",
+                   f"--rdzv_endpoint=127.0.0.1:{port}", "--monitor-interval=5",
+                   "--rdzv_conf=last_call_timeout=5,keep_alive_interval=1,keep_alive_max_attempt=2"]
+        first = launch("machine", *options)
+        wait_for(lambda: meeting.connect_ex(("127.0.0.1", port)) == 0)  # it is where the machines meet
+        second = launch("machine", *options)
+        kill("machine", second, second.pid)
+        second.communicate()
+        output = goes_on("machine", first)
+        assert "2 processes" in output and "1 processes" in output, output
 
 
 def shaped(shape, tied, nano=False):
