@@ -7,6 +7,7 @@ Only tensors go through DCP, the rest is JSON, and DCP's one pickle is read thro
     python checkpoint.py inspect DIR     step, tokens, sizes, and every tensor's name, shape and dtype
     python checkpoint.py verify DIR      reads every byte against its checksum; exit code 1 names the broken file
 """
+import contextlib
 import json
 import os
 import pickle
@@ -419,13 +420,18 @@ HARMLESS = (  # names of training, of generating, of other heads, of windows tha
     "task_specific_params|transformers.*|.*_token_id")
 
 
+@contextlib.contextmanager
 def new_folder(path):
-    """Make a folder, which must be empty if it is there: nothing is mixed with, or taken for, what was in it."""
+    """Context: a folder to fill, which must be empty if it is there; when filling it fails, nothing is left."""
     path = Path(path)
     path.mkdir(parents=True, exist_ok=True)
     if any(path.iterdir()):
         raise ValueError(f"{path} is not empty: take another folder")
-    return path
+    try:
+        yield path
+    except BaseException:
+        shutil.rmtree(path, ignore_errors=True)
+        raise
 
 
 def hf_config(fields):
@@ -473,6 +479,11 @@ def model_fields(config):
         if not known and not re.fullmatch(expected, str(value)):
             raise ValueError(f"{name} is {value!r}, expected {expected}: a GPT of model.py has nothing else")
     found = {ours: config[theirs] for theirs, ours in family["fields"].items() if config.get(theirs) is not None}
+    kinds = dict(norm_eps=float, rope_theta=float, dropout=float, tied=bool, rope_scaling=dict)  # others are counts
+    for ours, value in found.items():
+        kind = kinds.get(ours, int)
+        if type(value) not in ((int, float) if kind is float else (kind,)) or kind is int and value < 1:
+            raise ValueError(f"{ours} is {value!r}, expected {'a positive int' if kind is int else kind.__name__}")
     if missing := {"vocab_size", "seq_len", "n_layer", "n_head", "n_embd"} - found.keys():
         raise ValueError(f"it says nothing of {', '.join(missing)}")
     return family["fixed"] | found
@@ -502,6 +513,8 @@ def read_hf(path):
     from safetensors.torch import load_file
 
     path = file = Path(path)
+    if Path(path, "checkpoints").is_dir():
+        raise ValueError(f"{path} is a run of train.py: python checkpoint.py export {path} DIR makes a folder of it")
     try:
         if path.is_file():
             saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -591,32 +604,33 @@ def export_hf(model, fields, folder, dtype=torch.float32, shard_bytes=5 * 10 ** 
     from safetensors.torch import save_file
 
     config, state = hf_config(fields), {name: parameter for parameter, name in parameter_names(model).items()}
-    folder = new_folder(folder)
-    groups, room = [], 0
-    for name, ours in hf_names(config["model_type"], state).items():
-        size = dtype.itemsize * sum(state[part].numel() for part in ours)
-        if not groups or size > room:
-            groups.append({})
-            room = shard_bytes
-        groups[-1][name] = ours
-        room -= size
-    index = {}
-    for number, group in enumerate(groups, 1):
-        file = f"model-{number:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else "model.safetensors"
-        tensors = {name: torch.cat([state[part] for part in ours]).to(dtype) for name, ours in group.items()}
-        if odd := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
-            raise ValueError(f"{odd[0]} has numbers that {dtype} has not: take --dtype fp32")
-        tensors = {name: conv1d(config["model_type"], name, tensor).contiguous() for name, tensor in tensors.items()}
-        save_file(tensors, folder / file, metadata={"format": "pt"})
-        index |= dict.fromkeys(group, file)
-    ids = {"bos_token_id": eot, "eos_token_id": eot}
-    config |= ids | {"torch_dtype": str(dtype)[6:]}
-    files = {"config.json": config, "generation_config.json": ids, **(files or {})}
-    if len(groups) > 1:
-        total = dtype.itemsize * sum(parameter.numel() for parameter in state.values())
-        files["model.safetensors.index.json"] = {"metadata": {"total_size": total}, "weight_map": index}
-    for name, content in files.items():
-        (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    kind = config["model_type"]
+    with new_folder(folder) as folder:
+        groups, room = [], 0
+        for name, ours in hf_names(kind, state).items():
+            size = dtype.itemsize * sum(state[part].numel() for part in ours)
+            if not groups or size > room:
+                groups.append({})
+                room = shard_bytes
+            groups[-1][name] = ours
+            room -= size
+        index = {}
+        for number, group in enumerate(groups, 1):
+            file = f"model-{number:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else "model.safetensors"
+            tensors = {name: torch.cat([state[part] for part in ours]).to(dtype) for name, ours in group.items()}
+            if odd := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
+                raise ValueError(f"{odd[0]} is not finite in {dtype}: take --dtype fp32, if it is finite there")
+            tensors = {name: conv1d(kind, name, tensor).contiguous() for name, tensor in tensors.items()}
+            save_file(tensors, folder / file, metadata={"format": "pt"})
+            index |= dict.fromkeys(group, file)
+        ids = {"bos_token_id": eot, "eos_token_id": eot}
+        config |= ids | {"torch_dtype": str(dtype)[6:]}
+        files = {"config.json": config, "generation_config.json": ids, **(files or {})}
+        if len(groups) > 1:
+            total = dtype.itemsize * sum(parameter.numel() for parameter in state.values())
+            files["model.safetensors.index.json"] = {"metadata": {"total_size": total}, "weight_map": index}
+        for name, content in files.items():
+            (folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 # ---- python checkpoint.py -------------------------------------------------------------------------------------------
@@ -686,7 +700,8 @@ def main():
         model, extra = open_model(config.folder, lambda fields: GPT(ModelConfig(**fields)))
         out, fields = config.out[0], asdict(model.config)
         if config.command == "import":
-            Checkpointer(new_folder(out)).save(0, model, (), dict(extra, config={"optimizer": None}, model=fields))
+            with new_folder(out):
+                Checkpointer(out).save(0, model, (), dict(extra, config={"optimizer": None}, model=fields))
         else:
             tokenizer = data.load_tokenizer(extra["tokenizer"], extra["data"]) if extra["tokenizer"] else None
             size = int(config.max_shard_size[:-2]) * 1000 ** ("KMG".index(config.max_shard_size[-2]) + 1)
@@ -696,6 +711,8 @@ def main():
         print(f"{out} is written: try python model.py {out}")
     except (ValueError, OSError, ImportError) as error:
         sys.exit(f"checkpoint.py: {error}")
+    except KeyboardInterrupt:
+        sys.exit("checkpoint.py: interrupted")
 
 
 if __name__ == "__main__":

@@ -121,19 +121,22 @@ def read_hf_tokenizer(folder):
 
     What a tokenizer does before it splits (Qwen's Unicode NFC) is left out: it changes decomposed letters alone.
     """
-    content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-    model, before = content["model"], content["pre_tokenizer"] or {}
-    parts = {part.get("type"): part for part in before.get("pretokenizers", [before])}
-    if model["type"] != "BPE" or "ByteLevel" not in parts:
-        raise ValueError(f"{folder}/tokenizer.json is no byte-level BPE, which is all that tiktoken can be")
-    pattern = parts["Split"]["pattern"]["Regex"] if "Split" in parts else GPT2_PATTERN
-    special = {token["content"]: token["id"] for token in content["added_tokens"]}
-    if "<|endoftext|>" not in special:  # Llama's has another name
-        config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
-        special["<|endoftext|>"] = special[config["eos_token"]]
-    letters = str.maketrans({letter: chr(byte) for byte, letter in hf_bytes().items()})
-    ranks = {word.translate(letters).encode("latin-1"): rank for word, rank in model["vocab"].items()
-             if word not in special}
+    try:
+        content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        model, before = content["model"], content["pre_tokenizer"] or {}
+        parts = {part.get("type"): part for part in before.get("pretokenizers", [before])}
+        if model["type"] != "BPE" or "ByteLevel" not in parts:
+            raise ValueError(model["type"])
+        pattern = parts["Split"]["pattern"]["Regex"] if "Split" in parts else GPT2_PATTERN
+        special = {token["content"]: token["id"] for token in content["added_tokens"]}
+        if "<|endoftext|>" not in special:  # Llama's has another name
+            config = json.loads((folder / "tokenizer_config.json").read_text(encoding="utf-8"))
+            special["<|endoftext|>"] = special[config["eos_token"]]
+        letters = str.maketrans({letter: chr(byte) for byte, letter in hf_bytes().items()})
+        ranks = {word.translate(letters).encode("latin-1"): rank for word, rank in model["vocab"].items()
+                 if word not in special}
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ValueError(f"{folder}/tokenizer.json is no byte-level BPE, as tiktoken's all are: {error!r}") from None
     return tiktoken.Encoding(str(folder), pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
 
 
@@ -320,7 +323,8 @@ LLM_C = {"<u2": {"tokenizer": "gpt2", "vocab_size": 50257, "eot": 50256},
 HEADERLESS = 'nanoGPT\'s files need a meta.json like {"header": false, "tokenizer": "gpt2", "vocab_size": 50257}'
 HEADER = 256 * 4  # bytes: 256 int32, of which magic, version and number of tokens are used
 # What meta.json may not have another type of; null is as good as nothing.
-META = {"header": bool, "tokenizer": str, "vocab_size": int, "train_tokens": int, "val_tokens": int, "val_bytes": int}
+META = {"header": bool, "tokenizer": str, "vocab_size": int, "eot": int, "train_tokens": int, "val_tokens": int,
+        "val_bytes": int}
 
 
 def prepare(sources, out, **options):
@@ -471,6 +475,7 @@ class TokenDataset:
         vocab, counts = self.meta["vocab_size"], [tokens for *_, tokens in self.shards]
         # nanoGPT has it in meta.pkl, but reading a pickle can run code
         require((vocab or 0) > 0, f"{folder} does not tell its vocabulary: vocab_size is {vocab}; {HEADERLESS}")
+        require(0 <= (meta.get("eot") or 0) < vocab, f"{folder}: eot is {meta.get('eot')}, expected an id below {vocab}")
         self.tokens, said = sum(counts), meta.get(f"{split}_tokens")
         require(said in (None, self.tokens), f"{folder} has {self.tokens} {split} tokens, meta.json says {said}")
         masked = meta.get("response_key") or any(Path(folder).glob("*.mask"))

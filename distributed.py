@@ -540,7 +540,8 @@ def main():
             print(f"{purpose:12s} {n / 1e9:9.2f} {unit}")
     print(f"{'step':12s} {found['seconds']:9.3f} s: {found['tokens_per_s']:,.0f} tokens/s, MFU {found['mfu']:.0%}, "
           f"if kernels reach {EFFICIENCY:.0%} of the peak")
-    verdict = "fits" if found["fits"] else f"does not fit; the smallest change that does: {change}"
+    words = [f"--{name}" if value is True else f"--{name} {value}" for name, value in (change or {}).items()]
+    verdict = "fits" if found["fits"] else f"does not fit; the smallest change that does: {' '.join(words) or 'none'}"
     print(f"{verdict} (one {config.gpu} has {GPUS[config.gpu][0]} GB, of which 8 % are left to the allocator and NCCL)")
 
 

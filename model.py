@@ -346,7 +346,7 @@ class SampleConfig:
     """Sample from the newest checkpoint of a run."""
     run: Annotated[str, "a run (--out of train.py), a Hugging Face folder, or nanoGPT's ckpt.pt"]
     prompt: Annotated[list[str], "text to continue; none: the beginning of a document"] = field(default_factory=list)
-    tokens: Annotated[int, "how many new tokens"] = 200
+    tokens: Annotated[int | None, "how many new tokens; default: 200, or what learned positions leave"] = None
     temperature: Annotated[float, "0 takes the likeliest token, 1 samples the model's own distribution"] = 0.8
     top_k: Annotated[int, "sample among the K likeliest tokens; 0: all"] = 0
     top_p: Annotated[float, "sample among the fewest tokens that hold this probability"] = 1.0
@@ -355,7 +355,8 @@ class SampleConfig:
 
     def __post_init__(self):
         """Refuse what no sampling does."""
-        if not (self.tokens >= 1 and self.temperature >= 0 and self.top_k >= 0 and 0 < self.top_p <= 1):
+        tokens = 1 if self.tokens is None else self.tokens
+        if not (tokens >= 1 and self.temperature >= 0 and self.top_k >= 0 and 0 < self.top_p <= 1):
             raise ValueError("expected --tokens >= 1, --temperature >= 0, --top_k >= 0 and 0 < --top_p <= 1")
 
 
@@ -368,19 +369,27 @@ def main():
     config = parse_args(SampleConfig, "model.py")
     try:
         model, extra = checkpoint.open_model(config.run, lambda fields: GPT(ModelConfig(**fields)))
+        if extra["tokenizer"] is None:
+            raise ValueError(f"{config.run} names no tokenizer (a folder: has no tokenizer.json), so there is no text")
         tokenizer = data.load_tokenizer(extra["tokenizer"], extra["data"])
         model.to(distributed.find_device(config.device)).eval()
-        prompt = " ".join(config.prompt)
-        ids = tokenizer.encode_ordinary(prompt) or [tokenizer.eot_token]  # no prompt: the beginning of a document
+        shown = " ".join(config.prompt)
+        ids = tokenizer.encode_ordinary(shown) or [tokenizer.eot_token]  # no prompt: the beginning of a document
+        if max(ids) >= model.config.vocab_size:
+            raise ValueError(f"the tokenizer gives id {max(ids)}, the model has {model.config.vocab_size} ids")
+        room = 200 if model.position is None else max(1, min(200, model.config.seq_len - len(ids)))
         text = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        print(prompt, end="", flush=True)
-        for token, in model.stream([ids], config.tokens, config.temperature, config.top_k, config.top_p, config.seed,
-                                   tokenizer.eot_token, tokenizer.n_vocab):
+        for token, in model.stream([ids], config.tokens or room, config.temperature, config.top_k, config.top_p,
+                                   config.seed, tokenizer.eot_token, tokenizer.n_vocab):
             if token != tokenizer.eot_token:
-                print(text.decode(tokenizer.decode_single_token_bytes(token)), end="", flush=True)
+                shown += text.decode(tokenizer.decode_single_token_bytes(token))
+            print(shown, end="", flush=True)
+            shown = ""
         print(text.decode(b"", final=True))
-    except (ValueError, OSError) as error:
+    except (ValueError, OSError, RuntimeError) as error:  # RuntimeError: the model's numbers are not finite
         sys.exit(f"model.py: {error}")
+    except KeyboardInterrupt:
+        sys.exit(130)
 
 
 if __name__ == "__main__":

@@ -232,7 +232,10 @@ def plot(folders):
     """Draw metrics.jsonl of runs: FOLDER/metrics.png in the first one's by matplotlib, without it in the terminal."""
     runs = {}
     for folder in folders:
-        lines = [json.loads(line) for line in open(os.path.join(folder, "metrics.jsonl"), encoding="utf-8")]
+        with open(os.path.join(folder, "metrics.jsonl"), encoding="utf-8") as file:  # a power cut may leave torn lines
+            lines = [json.loads(line) for line in file if line.startswith('{"step": ') and line.endswith("}\n")]
+        if not lines:
+            raise ValueError(f"{file.name} has no numbers yet")
         runs[folder] = {name: [(line["step"], line[name]) for line in lines if line.get(name) is not None]
                         for name in CURVES}
     try:
@@ -301,8 +304,13 @@ def main():
     others, flags = [], [("json", Annotated[bool, "JSON lines instead of a table"], False)]
     try:
         if sys.argv[1:2] == ["plot"]:
+            if wrong := [word for word in sys.argv[2:] if word.startswith("-")]:
+                train.distributed.refuse(f"profile.py plot takes folders of runs, found {wrong[0]}", 2)
             return plot(sys.argv[2:] or ["out"])
         config = train.parse_args(make_dataclass("Benchmark", flags, bases=(train.TrainConfig,)), "profile.py")
+        config.resume = "auto"
+        if config.fsdp or config.tp > 1 or config.profile:
+            train.distributed.refuse("profile.py: --fsdp, --tp and --profile have no effect on one process's step", 2)
         world = train.distributed.World(train.distributed.find_device(config.device), writer=False)
         dtype, why_dtype = train.pick_dtype(config.dtype, world.device)
         compiled, why_compiled = train.pick_compile(config.compile, world.device)
@@ -332,6 +340,8 @@ def main():
             show(row, config.json)
     except (ValueError, OSError, ImportError, train.torch.OutOfMemoryError) as error:
         sys.exit(f"profile.py: {error}")
+    except KeyboardInterrupt:
+        sys.exit("profile.py: interrupted")
 
 
 if __name__ == "__main__":

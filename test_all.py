@@ -706,7 +706,7 @@ def test_wrong_input_to_training_is_one_line():
                 (["--replicas=2"], 2, "--replicas 2"),
                 (["--attention=flex"], 1, "--attention flex CPU"), (["--sdpa=cudnn"], 1, "--sdpa cudnn"),
                 (["--attention=sdpa", "--softcap=9"], 1, "--attention sdpa soft-capping"),
-                (["--attention=reference", "--sdpa=math"], 1, "--attention reference --sdpa math"),
+                (["--attention=reference", "--sdpa=math"], 2, "--attention reference --sdpa math"),
                 (["--window=-1"], 2, "window -1"), (["--window=32"], 2, "window 32 < 32"),
                 (["--softcap=nan"], 2, "softcap nan"),
                 (["--data=nowhere"], 1, "nowhere data.py"), (["--seq_len=100000"], 1, "--seq_len 100000"),
@@ -880,7 +880,7 @@ def test_readme_names_what_exists():
 
 
 def test_imports_point_one_way_and_the_tree_stays_small():
-    """The leaves import nothing of ours, model imports attention, train glues; at most 2,320 lines of code."""
+    """The leaves import nothing of ours, model imports attention, train glues; at most 2,380 lines of code."""
     modules = {path.stem: ast.parse(path.read_text(encoding="utf-8")) for path in HERE.glob("*.py")}
     leaves = {"attention", "data", "distributed", "checkpoint", "profile"}
     allowed = {**{leaf: set() for leaf in leaves}, "model": {"attention"}, "train": leaves | {"model"}}
@@ -898,7 +898,7 @@ def test_imports_point_one_way_and_the_tree_stays_small():
             documentation = {line for text in documented for line in range(text.lineno, text.end_lineno + 1)}
             text = enumerate((HERE / f"{name}.py").read_text(encoding="utf-8").splitlines(), 1)
             lines += sum(number not in documentation and bool(line.split("#")[0].strip()) for number, line in text)
-    assert lines <= 2320, f"{lines} lines of code"
+    assert lines <= 2380, f"{lines} lines of code"
 
 
 # ---- data ------------------------------------------------------------------------------------------------------------
@@ -2738,7 +2738,7 @@ def test_planner():
     found = distributed.plan(build, adamw_of, gpus=64, fsdp=True, seq_len=8192, activation_checkpoint="block")
     assert found["fits"] and abs(found["memory"]["parameters"] / (4 * 8_030_261_248 / 64) - 1) < 0.01, found
     code, output = plan_of("--gpus", "8")
-    assert code == 0 and "does not fit; the smallest change that does: {'fsdp': True}" in output, output
+    assert code == 0 and "does not fit; the smallest change that does: --fsdp" in output, output
     for flags, words in {("--gpus", "0"): "--gpus is 0", ("--gpus=8", "--tp=2"): "add --fsdp", ("--tp=0",): "--tp is 0",
                          ("--gpus=64", "--batch_size=16"): "take --batch_size 64"}.items():
         code, output = plan_of(*flags)

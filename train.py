@@ -103,6 +103,10 @@ class TrainConfig:
             raise ValueError(f"--resume is {self.resume!r}, expected auto, never or the number of a step")
         if not self.reshard and not self.fsdp:
             raise ValueError("--no_reshard has no effect without --fsdp: add --fsdp, or drop --no_reshard")
+        if self.sdpa != "auto" and self.attention in ("flex", "reference"):
+            raise ValueError(f"--sdpa {self.sdpa} has no effect with --attention {self.attention}: drop one")
+        if not self.out:
+            raise ValueError("--out is empty, expected a folder for the run")
         if self.offload and not self.fsdp:
             raise ValueError("--offload has no effect without --fsdp: add --fsdp, or drop --offload")
         for name in "model", "n_layer", "n_head", "n_kv_head", "n_embd":
@@ -131,7 +135,7 @@ def parse_args(kind, prog, argv=None):
         else:
             options["type"] = get_args(hint)[0] if get_args(hint) else hint
         if get_origin(hint) is list:
-            options["nargs"] = "*"
+            options |= dict(nargs="*", default=[])
         parser.add_argument(field.name if positional else "--" + field.name, **options)
     argv = [re.sub("(?<=^--)[^=]+", lambda name: re.sub("^no_", "no-", name[0].replace("-", "_")), word)
             for word in (sys.argv[1:] if argv is None else argv)]
@@ -307,6 +311,9 @@ def setup(config, world, micro_batch):
     run.dataset = data.TokenDataset(config.data, "train", fields.seq_len, config.seed)
     run.validation = data.TokenDataset(config.data, "val", fields.seq_len)
     fields = model_config(config, run.dataset.meta["vocab_size"], run.dataset.meta["eot"])
+    if fields.vocab_size > run.dataset.meta["vocab_size"]:
+        say(f"note      {config.init_from} has {fields.vocab_size} ids, the tokenizer of --data "
+            f"{run.dataset.meta['vocab_size']}: is it the same one?")
     run.note = dict(config=dataclasses.asdict(config), model=dataclasses.asdict(fields),
                     tokenizer=run.dataset.meta["tokenizer"], data=os.path.abspath(config.data))
     resumed = open_run(run)
@@ -329,7 +336,11 @@ def setup(config, world, micro_batch):
     # FSDP2 hands its modules weights that are in `dtype` already.
     autocast = dtype != torch.float32 and not world.has("shard")
     run.autocast = torch.autocast(world.device.type, dtype, enabled=autocast)
+    if run.step > config.steps:
+        raise ValueError(f"--steps {config.steps} is below step {run.step}, which {config.out} has reached: take more, "
+                         "or --resume never")
     if world.writer:
+        move_aside(config, say)
         Path(config.out).mkdir(parents=True, exist_ok=True)
         write_whole(Path(config.out, "config.json"), json.dumps(run.note, indent=2) + "\n")
         run.metrics = open_metrics(Path(config.out, "metrics.jsonl"), run.step)
@@ -353,19 +364,27 @@ def setup(config, world, micro_batch):
     return run
 
 
+def move_aside(config, say):
+    """With --resume never, rename the run that is in --out, when all else is known to be right."""
+    out = Path(config.out).resolve()
+    if config.resume == "never" and ((out / "config.json").exists() or (out / "checkpoints").exists()):
+        if Path.cwd().is_relative_to(out):
+            raise ValueError(f"--out {config.out} holds the working directory, which --resume never would rename")
+        aside = next(path for n in range(1, 10 ** 6) if not (path := out.with_name(f"{out.name}.{n}")).exists())
+        out.rename(aside)
+        say(f"--resume never: the earlier run is now {aside}")
+
+
 def open_run(run):
     """Make the run's Checkpointer -> the step to resume from, None for a fresh start.
 
     Raises ValueError when the checkpoint is of another model or tokenizer. Other flags may change; that is said aloud.
     """
     config, world = run.config, run.world
-    out = Path(config.out).resolve()
-    if config.resume == "never" and world.writer and out.exists():
-        aside = next(path for n in range(1, 10 ** 6) if not (path := out.with_name(f"{out.name}.{n}")).exists())
-        out.rename(aside)
-        run.say(f"--resume never: the earlier run is now {aside}")
-    world.any(False)  # nobody looks before it is moved
-    run.checkpointer = checkpoint.Checkpointer(out, config.keep, config.async_save, config.keep_every)
+    run.checkpointer = checkpoint.Checkpointer(Path(config.out).resolve(), config.keep, config.async_save,
+                                               config.keep_every)
+    if config.resume == "never":
+        return None
     step = int(config.resume) if config.resume.isdecimal() else None
     step = run.checkpointer.choose(step, read=(world.rank, world.size))
     if step is not None:
@@ -487,7 +506,7 @@ def guard(run, write, *args):
 def show_sample(run, tokens=200):
     """Print how the model continues the validation text. Every process computes it, for the model may be sharded."""
     if run.dataset.meta["tokenizer"] is None or run.world.has("tp"):  # --tp splits sequences, one token has no parts
-        return run.say("no sample: it needs a tokenizer in meta.json, and a run without --tp")
+        return run.say("no sample: " + ("--tp has none" if run.world.has("tp") else "meta.json names no tokenizer"))
     try:
         tokenizer = data.load_tokenizer(run.dataset.meta["tokenizer"], run.config.data)
     except (OSError, ValueError) as error:  # the run is complete and saved, with or without a sample
