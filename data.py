@@ -475,7 +475,8 @@ class TokenDataset:
         vocab, counts = self.meta["vocab_size"], [tokens for *_, tokens in self.shards]
         # nanoGPT has it in meta.pkl, but reading a pickle can run code
         require((vocab or 0) > 0, f"{folder} does not tell its vocabulary: vocab_size is {vocab}; {HEADERLESS}")
-        require(0 <= (meta.get("eot") or 0) < vocab, f"{folder}: eot is {meta.get('eot')}, expected an id below {vocab}")
+        eot = meta.get("eot") or 0
+        require(0 <= eot < vocab, f"{folder}: eot is {eot}, expected an id below vocab_size {vocab}")
         self.tokens, said = sum(counts), meta.get(f"{split}_tokens")
         require(said in (None, self.tokens), f"{folder} has {self.tokens} {split} tokens, meta.json says {said}")
         masked = meta.get("response_key") or any(Path(folder).glob("*.mask"))
