@@ -719,6 +719,37 @@ def test_wrong_input_to_training_is_one_line():
         assert output.count("\n") == 1 and output.startswith("train.py: nowhere"), output
 
 
+def test_what_cannot_be_leaves_what_is_there():
+    """No run is renamed, and no folder half filled, by a command that fails; defaults fit learned positions."""
+    def command(file, *argv):
+        with mock.patch.object(sys, "argv", [f"{file.__name__}.py", *map(str, argv)]):
+            code, output = exit_of(file.main)
+        return (code, output) if not isinstance(code, str) else (1, code)
+    with folder() as d:
+        data.prepare([model_file.__file__], d / "data")
+        flags = [f"--data={d}/data", f"--out={d}/out", "--eval_every=0", "--model=gpt2"]
+        assert train_here(*flags, "--steps=2")[0] == 0
+        refused = ["--resume=never", "--attention=flex"] if not torch.cuda.is_available() else ["--steps=1"]
+        assert train_here(*flags, *refused)[0] == 1 and not (d / "out.1").exists()
+        code, output = train_here(*flags, "--steps=1")
+        assert code == 1 and "--steps 1 is below step 2" in output, output
+        code, output = command(model_file, d / "out", "def", "--seed", 1)
+        assert code == 0 and output.startswith("def"), output
+        code, output = command(checkpoint, "import", d / "out", d / "imported")
+        assert code == 0 and command(train_file, f"--data={d}/data", f"--init_from={d}/imported")[0] == 2
+        with open(d / "out/metrics.jsonl", "a") as file:
+            file.write('{"step": 3, "lo')
+        assert command(profile, "plot", d / "out")[0] == 0
+        for argv in ["--tp=2"], ["plot", "--typo"]:
+            assert command(profile, *argv)[0] == 2
+        model = tiny()
+        with torch.no_grad():
+            model.embed.weight[0, 0] = 1e30
+        fails(ValueError, "float16 --dtype fp32", checkpoint.export_hf, model,
+              dataclasses.asdict(model.config), d / "hf", torch.float16)
+        assert not (d / "hf").exists()
+
+
 def test_profile_leaves_the_standard_library_alone():
     """With the project first on the path, cProfile and what imports it work."""
     script = """
