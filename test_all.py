@@ -1729,6 +1729,24 @@ def relist(folder):
     (folder / "files.json").write_text(json.dumps(files))
 
 
+def test_checkpoint_index_of_any_python_is_read():
+    """Python 3.11.2 pickles a member of an enumeration by getattr: read as that alone, and of enumerations alone."""
+    from torch.distributed.checkpoint.metadata import _MEM_FORMAT_ENCODING as layout
+
+    class Stored:
+        def __init__(self, *arguments):
+            self.arguments = arguments
+
+        def __reduce__(self):
+            return getattr, self.arguments
+
+    def read(stored):
+        return checkpoint.IndexUnpickler(io.BytesIO(pickle.dumps(stored))).load()
+    assert read(Stored(layout, "TORCH_PRESERVE_FORMAT")) is layout.TORCH_PRESERVE_FORMAT
+    fails(ValueError, "mro Size", read, Stored(torch.Size, "mro"))
+    fails(KeyError, "mro", read, Stored(layout, "mro"))
+
+
 def test_checkpoint_runs_no_code_of_a_hostile_file():
     """Law 6: in the index, in an entry that is not a tensor, in a tensor's bytes, and a path that leaves the folder."""
     import torch.distributed.checkpoint as dcp
