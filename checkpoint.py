@@ -420,9 +420,10 @@ GPT2 = {
         "blocks": "transformer.h", "attn_norm": "ln_1", "mlp_norm": "ln_2", "attn.q": "attn.c_attn",
         "attn.k": "attn.c_attn", "attn.v": "attn.c_attn", "attn.o": "attn.c_proj", "mlp.up": "mlp.c_fc",
         "mlp.down": "mlp.c_proj"}}
+GELU = {"gelu": "gelu_new", "gelu_exact": "gelu"}  # ModelConfig's mlp -> GPT-2's activation_function
 FAMILIES = {"gpt2": GPT2, "llama": LLAMA, "qwen3": QWEN3}
 EXPECTED = {  # what config.json's other fields may say, as regular expressions; one that is not here must be off
-    "activation_function": "gelu_new|gelu_pytorch_tanh", "hidden_act": "silu|swish", "scale_attn_weights": "True",
+    "activation_function": "gelu|gelu_new|gelu_pytorch_tanh", "hidden_act": "silu|swish", "scale_attn_weights": "True",
     "layer_types": r"\[('full_attention'(, )?)*\]", "pretraining_tp": "1", "partial_rotary_factor": r"1(\.0)?"}
 HARMLESS = (  # names of training, of generating, of other heads, of windows that are off
     "_name_or_path|architectures|attention_dropout|chunk_size_feed_forward|(torch_)?dtype|initializer_range|id2label|"
@@ -451,11 +452,14 @@ def hf_config(fields):
     # No part of the weights' meaning: dropout; document masks (what is continued is one document); RoPE in GPT-2.
     free = {"dropout", "doc_start", "rope_theta", "rope_scaling", *family["fields"].values()}
     has = {"n_kv_head": fields["n_head"], "head_dim": fields["n_embd"] / fields["n_head"], **family["fixed"]}
-    for name, value in fields.items():
+    plain = fields | {"mlp": fields["mlp"].removesuffix("_exact")}  # GPT-2's class has both forms of the GELU
+    for name, value in plain.items():
         if name not in free and (value or 0) != has.get(name, 0):
             raise ValueError(f"{name} is {value!r}, and {family['class']} has {has.get(name, 'none')!r}: "
                              "transformers has no class for this model")
     config = {theirs: fields[ours] for theirs, ours in family["fields"].items()}
+    if kind == "gpt2":
+        config["activation_function"] = GELU[fields["mlp"]]
     if scaling := config.get("rope_scaling"):  # transformers warns of a context too short to need it
         stretched = int(scaling["factor"] * scaling["original_max_position_embeddings"])
         config["max_position_embeddings"] = max(fields["seq_len"], stretched)
@@ -489,7 +493,9 @@ def model_fields(config):
         if not known and not re.fullmatch(expected, str(value)):
             raise ValueError(f"{name} is {value!r}, expected {expected}: a GPT of model.py has nothing else")
     found = {ours: config[theirs] for theirs, ours in family["fields"].items() if config.get(theirs) is not None}
-    kinds = dict(norm_eps=float, rope_theta=float, dropout=float, tied=bool, rope_scaling=dict)  # others are counts
+    if config.get("activation_function") == "gelu":
+        found["mlp"] = "gelu_exact"
+    kinds = dict(mlp=str, norm_eps=float, rope_theta=float, dropout=float, tied=bool, rope_scaling=dict)  # others are counts
     for ours, value in found.items():
         kind = kinds.get(ours, int)
         if type(value) not in ((int, float) if kind is float else (kind,)) or kind is int and value < 1:
@@ -518,7 +524,7 @@ def read_hf(path):
     """(model_type, ModelConfig's fields, {their name: tensor}) of a Hugging Face folder, or of nanoGPT's ckpt.pt.
 
     The tensors are mapped into memory: they are read, and cost memory, when they are copied from. ValueError names the
-    file. nanoGPT's GELU is the exact one since June 2023, up to 5e-4 from the tanh form of GPT-2 and model.py.
+    file. nanoGPT's GELU is the exact one, as it has been there since June 2023.
     """
     from safetensors.torch import load_file
 
@@ -531,7 +537,7 @@ def read_hf(path):
             kind, found, args = "gpt2", saved["model"], {"model_type": "gpt2", **saved["model_args"]}
             args |= {"n_positions": args.pop("block_size"), "resid_pdrop": args.pop("dropout", 0.0)}
             bias = args.pop("bias", True)
-            fields = model_fields(args) | {"bias": bias}
+            fields = model_fields(args) | {"bias": bias, "mlp": "gelu_exact"}
         else:
             file = path / "config.json"
             config = json.loads(file.read_text(encoding="utf-8"))

@@ -39,7 +39,7 @@ class ModelConfig:
     n_hidden: int = 0
     norm: str = "rmsnorm"  # or "layernorm"
     position: str = "rope"  # or "learned"
-    mlp: str = "swiglu"  # or "gelu"
+    mlp: str = "swiglu"  # or "gelu", its tanh form, or "gelu_exact"
     bias: bool = False
     tied: bool = False  # the head is the embedding
     qk_norm: bool = False  # RMSNorm of each head's queries and keys, as Qwen3
@@ -72,7 +72,7 @@ class ModelConfig:
         if self.position == "rope" and self.head_dim % 2:
             raise ValueError(f"head width {self.head_dim} is odd: rotary positions turn pairs, take an even one")
         # SwiGLU has three matrices where GELU has two: 8/3 C keeps the parameters of GPT-2's 4 C, 64 suits the kernels.
-        self.n_hidden = self.n_hidden or (4 * self.n_embd if self.mlp == "gelu" else math.ceil(self.n_embd / 24) * 64)
+        self.n_hidden = self.n_hidden or (math.ceil(self.n_embd / 24) * 64 if self.mlp == "swiglu" else 4 * self.n_embd)
 
 
 GPT2 = dict(vocab_size=50257, seq_len=1024, norm="layernorm", position="learned", mlp="gelu", bias=True, tied=True,
@@ -156,10 +156,11 @@ class Attention(nn.Module):
 
 
 class MLP(nn.Module):
-    """SwiGLU, down(silu(gate(x)) * up(x)) (Shazeer 2020), or GPT-2's down(gelu(up(x))) with the GELU's tanh form."""
+    """SwiGLU, down(silu(gate(x)) * up(x)) (Shazeer 2020), or down(gelu(up(x))): GPT-2's with the GELU's tanh form."""
 
     def __init__(self, config):
         super().__init__()
+        self.approximate = "none" if config.mlp == "gelu_exact" else "tanh"
         self.gate = nn.Linear(config.n_embd, config.n_hidden, bias=config.bias) if config.mlp == "swiglu" else None
         self.up = nn.Linear(config.n_embd, config.n_hidden, bias=config.bias)
         self.down = nn.Linear(config.n_hidden, config.n_embd, bias=config.bias)
@@ -167,7 +168,7 @@ class MLP(nn.Module):
     def forward(self, x):
         """x (B, T, C) -> (B, T, C)."""
         up = self.up(x)  # (B, T, hidden)
-        return self.down(F.gelu(up, approximate="tanh") if self.gate is None else F.silu(self.gate(x)) * up)
+        return self.down(F.gelu(up, approximate=self.approximate) if self.gate is None else F.silu(self.gate(x)) * up)
 
 
 class Block(nn.Module):

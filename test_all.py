@@ -1985,6 +1985,7 @@ def test_slow_checkpoint_on_two_processes():
 
 PUBLISHED = {  # shapes that transformers has a class for, each odd in its own way
     "gpt2": dict(SHAPES["gpt2"], norm_eps=1e-5, tied=True), "gpt2-untied": dict(SHAPES["gpt2"], n_hidden=100),
+    "gpt2-exact": dict(SHAPES["gpt2"], mlp="gelu_exact"),
     "llama": dict(n_kv_head=2), "llama-mqa": dict(tied=True, n_kv_head=1, head_dim=24, n_hidden=96, rope_theta=5e5),
     "llama3": dict(n_kv_head=2, norm_eps=1e-5, rope_scaling=dict(
         model_file.llama3_scaling(8.0), original_max_position_embeddings=16)),
@@ -2072,6 +2073,7 @@ def test_hf_random_models_of_transformers_load_here():
         shape = dict(vocab_size=67, tie_word_embeddings=bool(draw.integers(2)), bos_token_id=0, eos_token_id=0)
         if seed % 3 == 0:
             config = hf.GPT2Config(n_positions=64, n_embd=C, n_layer=2, n_head=heads, n_inner=[None, 72][seed % 2],
+                                   activation_function=["gelu", "gelu_new", "gelu_pytorch_tanh"][seed // 3],
                                    resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, **shape)
         else:
             kind = hf.LlamaConfig if seed % 3 == 1 else hf.Qwen3Config
@@ -2235,7 +2237,8 @@ def test_a_ckpt_of_nanogpt_is_imported():
     with folder() as d:
         saved = dict(model=state, model_args=args, iter_num=3, best_val_loss=torch.tensor(1.0), config={})
         torch.save(saved, d / "ckpt.pt")
-        assert same(checkpoint.tensors(from_hf(d / "ckpt.pt")), checkpoint.tensors(model))
+        back = from_hf(d / "ckpt.pt")
+        assert same(checkpoint.tensors(back), checkpoint.tensors(model)) and back.config.mlp == "gelu_exact"
         saved["model_args"]["n_experts"] = 8
         torch.save(saved, d / "ckpt.pt")
         fails(ValueError, "n_experts 8", from_hf, d / "ckpt.pt")
@@ -2300,6 +2303,28 @@ def test_slow_hf_weights_pass_through_two_sharded_processes():
             assert command(checkpoint, "export", d / "out", d / "again")[0] == 0
             first = {key: value for file in (d / "hf").glob("*.safetensors") for key, value in load_file(file).items()}
             assert same(load_file(d / "again/model.safetensors"), first)
+
+
+def test_slow_hf_export_of_a_sharded_run_is_that_of_one_process():
+    """Five steps of training, then the same files: equal numbers but for rounding, and everything beside them equal."""
+    from safetensors.torch import load_file
+    with folder() as d:
+        data.prepare([model_file.__file__], d / "data")
+        flags = [*SMALL, f"--data={d}/data", "--steps=5"]
+        train_here(f"--out={d}/alone", *flags)
+        run_python("-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", train_file.__file__, *flags,
+                   f"--out={d}/sharded", "--fsdp")
+        for run in "alone", "sharded":
+            assert command(checkpoint, "export", d / run, d / f"{run}-hf")[0] == 0
+        files = {run: sorted(path.name for path in (d / run).iterdir()) for run in ("alone-hf", "sharded-hf")}
+        assert files["alone-hf"] == files["sharded-hf"] and len(files["alone-hf"]) >= 4, files
+        for name in files["alone-hf"]:
+            if name.endswith(".json"):
+                assert (d / "alone-hf" / name).read_text() == (d / "sharded-hf" / name).read_text(), name
+        alone, sharded = (load_file(d / f"{run}-hf/model.safetensors") for run in ("alone", "sharded"))
+        assert alone.keys() == sharded.keys()
+        for name, tensor in alone.items():
+            torch.testing.assert_close(sharded[name], tensor, atol=1e-5, rtol=1e-4)
 
 
 # ---- many processes --------------------------------------------------------------------------------------------------
