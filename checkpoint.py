@@ -17,6 +17,7 @@ import shutil
 import sys
 import warnings
 import zlib
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -219,7 +220,7 @@ class Checkpointer:
         self.group = dist.new_group(backend="gloo") if dist.is_available() and dist.is_initialized() else None
         self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if self.group else (0, 1)
         self.asynchronous, self.verified, self.saved = asynchronous, None, None
-        self.pending = self.failure = self.stager = None
+        self.pending = self.failure = self.stager = self.reserved = None
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP on one process, as intended
 
     def folder(self, step):
@@ -261,20 +262,24 @@ class Checkpointer:
         state, where = tensors(model, optimizers), dict(storage_writer=writer, process_group=self.group)
         self.saved = step
         if self.asynchronous:
-            self.pending = dcp.async_save(state, async_stager=self.staging(state), **where)
+            self.reserve(state)
+            self.pending = dcp.async_save(state, async_stager=self.stager.result(), **where)
         else:
             self.settle(lambda: dcp.save(state, **where))
             self.finish()
 
-    def staging(self, state):
-        """Memory to copy `state` to, kept from save to save: new pages would cost most of the time that one stalls."""
+    def reserve(self, state):
+        """Get memory to copy `state` to, in a thread, and keep it: new pages are most of what a save would stall for."""
         from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
-        if self.stager is None or self.stager.state_dict_cache.keys() != state.keys():
-            self.stager = BlockingAsyncStager(cache_staged_state_dict=True)
-            if not torch.cuda.is_available():  # its own would be pinned memory, which only a GPU's driver has
-                self.stager.state_dict_cache = BlockingAsyncStager().stage(state)
-        return self.stager
+        def stage():
+            stager = BlockingAsyncStager(cache_staged_state_dict=True)
+            # Its own would be pinned memory, which only a GPU's driver has.
+            stager.state_dict_cache = None if torch.cuda.is_available() else BlockingAsyncStager().stage(state)
+            stager.stage(state)
+            return stager
+        if self.reserved != state.keys():
+            self.reserved, self.stager = state.keys(), ThreadPoolExecutor(1).submit(stage)
 
     def commit(self, step, note, files, temporary):
         """Make a written checkpoint visible, then remove others. Runs on rank 0, when the ranks' parts are on disk."""
@@ -317,8 +322,13 @@ class Checkpointer:
             self.saved = None
             self.sweep()
 
-    def check(self):
-        """Raise the OSError of an asynchronous write that has failed by now, on each rank when it learns of it."""
+    def check(self, model, optimizers=()):
+        """Raise the OSError of an asynchronous write that has failed by now, on each rank when it learns of it.
+
+        After the first optimizer step it begins to get the memory that asynchronous saves will need.
+        """
+        if self.asynchronous and self.reserved is None:
+            self.reserve(tensors(model, optimizers))
         if self.pending is None or self.pending.done():
             self.finish()
 

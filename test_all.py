@@ -1580,8 +1580,12 @@ def test_checkpoint_roundtrip_is_bit_exact_and_the_run_goes_on_alike():
                 steps(model, optimizers, 2)
                 saved = copied(model, optimizers)
                 checkpointer = Checkpointer(folder, asynchronous=asynchronous)
+                checkpointer.check(model, optimizers)
+                memory = asynchronous and dict(checkpointer.stager.result().state_dict_cache)
                 note = {"tokens": 2}
                 checkpointer.save(2, model, optimizers, note)
+                for key, tensor in (memory or {}).items():  # had before the save, which would stall to get it
+                    assert tensor is checkpointer.stager.result().state_dict_cache[key] and torch.equal(tensor, saved[key])
                 note["tokens"] = 3
                 steps(model, optimizers)  # must not leak into an asynchronous save
                 checkpointer.finish()
@@ -1849,7 +1853,7 @@ def test_checkpoint_write_that_fails_names_the_file_and_costs_nothing():
             assert "File too large" in message and "__0_" in message, message
             assert [path.name for path in Path(folder, "checkpoints").iterdir()] == ["step_00000001"]
             assert same(load_fresh(folder)[2], content[1])
-            checkpointer.check()
+            checkpointer.check(model, optimizers)
             checkpointer.save(2, model, optimizers)
             checkpointer.finish()
             assert checkpointer.steps() == [2]
@@ -1857,6 +1861,29 @@ def test_checkpoint_write_that_fails_names_the_file_and_costs_nothing():
     with tempfile.TemporaryDirectory() as folder:
         saved_run(folder, 5)
         run_python("-c", textwrap.dedent(code), folder)
+
+
+def test_a_failed_write_costs_one_checkpoint_and_the_exit_code():
+    """The run says what and why, trains on, saves again, and ends with 1. Here the disk is full, or the run removed."""
+    commit = Checkpointer.commit
+
+    def full(self, step, *arguments):
+        if step == 2:
+            raise OSError(28, "No space left on device")
+        commit(self, step, *arguments)
+
+    def removed(self, step, *arguments):
+        if step == 2:
+            shutil.rmtree(self.root.parent)
+        commit(self, step, *arguments)
+    for flag, fault, words in [("--async_save", full, ["No space left"]), ("--no_async_save", full, ["No space left"]),
+                               ("--no_async_save", removed, ["state.json", "metrics.jsonl"])]:
+        with folder() as d, mock.patch.object(Checkpointer, "commit", fault):
+            data.prepare([model_file.__file__], d / "data")
+            code, output = train_here(f"--data={d}/data", f"--out={d}/out", "--steps=6", "--save_every=2", flag)
+            assert code == 1 and "not saved: checkpoint 2 is not written: " in output, output
+            assert all(word in output for word in words) and "complete at step 6" in output, output
+            assert Checkpointer(d / "out").steps() == [4, 6]
 
 
 # One group of two processes runs all the checks that need one.
@@ -1901,7 +1928,7 @@ for asynchronous in (False, True):
         for step in range(1, 4):
             steps(wrapped, optimizers)
             reference = whole(model, optimizers)
-            checkpointer.check()
+            checkpointer.check(model, optimizers)
             checkpointer.save(step, model, optimizers, {"rank": rank})
         steps(wrapped, optimizers)
         checkpointer.finish()
@@ -1947,7 +1974,7 @@ for asynchronous in (False, True):
         checkpointer.save(20, model, optimizers)
         while not checkpointer.pending.done():
             time.sleep(0.01)
-        message = error_of(checkpointer.check, kind=OSError)
+        message = error_of(checkpointer.check, model, kind=OSError)
     else:
         message = error_of(checkpointer.save, 20, model, optimizers, kind=OSError)
     assert "No space left" in message and "__1_" in message and "rank 1" in message, message

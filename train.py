@@ -262,13 +262,12 @@ def pick_micro_batch(config, processes):
     return config.micro_batch or max(n for n in range(1, 33) if config.batch_size // processes % n == 0)
 
 
-def open_metrics(path, step):
-    """out/metrics.jsonl, open for appending, without the lines after `step`: after a resume no step is in it twice."""
+def cut_metrics(path, step):
+    """Leave out of metrics.jsonl the lines after `step`: after a resume no step is in it twice."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     # Not json.loads: a power cut may leave torn lines, and those go, too.
     kept = [line for line in lines if (found := re.fullmatch(r'{"step": (\d+),.*}', line)) and int(found[1]) <= step]
     write_whole(path, "".join(line + "\n" for line in kept))
-    return open(path, "a", encoding="utf-8")
 
 
 def write_whole(path, text):
@@ -278,12 +277,13 @@ def write_whole(path, text):
     temporary.replace(path)
 
 
-def write_metrics(run, **values):
-    """Append one line of out/metrics.jsonl; what is not a number (NaN, unknown) is null."""
+def write_metrics(run, rows):
+    """Append a line to out/metrics.jsonl for each of `rows`, dicts; what is not a number (NaN, unknown) is null."""
+    known = [{name: value if value is not None and math.isfinite(value) else None for name, value in row.items()}
+             for row in rows]
     if run.world.writer:
-        known = {name: value for name, value in values.items() if value is not None and math.isfinite(value)}
-        run.metrics.write(json.dumps({name: known.get(name) for name in values}) + "\n")
-        run.metrics.flush()
+        with open(Path(run.config.out, "metrics.jsonl"), "a", encoding="utf-8") as file:
+            file.write("".join(json.dumps(row) + "\n" for row in known))
 
 
 def watch_signals():
@@ -343,7 +343,7 @@ def setup(config, world, micro_batch):
         move_aside(config, say)
         Path(config.out).mkdir(parents=True, exist_ok=True)
         write_whole(Path(config.out, "config.json"), json.dumps(run.note, indent=2) + "\n")
-        run.metrics = open_metrics(Path(config.out, "metrics.jsonl"), run.step)
+        cut_metrics(Path(config.out, "metrics.jsonl"), run.step)
     peak, source = profile.peak_flops(world.device, dtype, config.peak_tflops)
     run.meter = profile.Meter(run.raw.flops_per_token(fields.seq_len), peak * world.size, world.device)
     profiled = config.profile and Path(config.out, "profile")
@@ -465,7 +465,7 @@ def evaluate(run, step):
     meta, elapsed = run.validation.meta, time.perf_counter() - STARTED
     bits = loss / math.log(2) * meta["val_tokens"] / meta["val_bytes"] if meta.get("val_bytes") else math.nan
     values = dict(val_loss=loss, val_bpb=bits)
-    write_metrics(run, step=step, **values, elapsed_s=elapsed)
+    guard(run, write_metrics, run, [dict(step=step, **values, elapsed_s=elapsed)])
     run.say(f"step {step}  validation loss {loss:.4f} nats = {bits:.4f} bits per byte  {elapsed:.0f} s")
     return values
 
@@ -475,27 +475,30 @@ def report(run, pending):
     tokens = run.config.batch_size * run.raw.config.seq_len
     speed = run.meter.read(tokens * len(pending))
     speed["data_wait_s"] /= len(pending)
-    for step, loss, norm, elapsed in pending:
-        values = dict(step=step, loss=loss.item(), lr=learning_rate(step - 1, run.config, run.peak_lr),
-                      grad_norm=norm.item(), tokens=step * tokens, **speed, elapsed_s=elapsed)
-        write_metrics(run, **values)
+    rows = [dict(step=step, loss=loss.item(), lr=learning_rate(step - 1, run.config, run.peak_lr),
+                 grad_norm=norm.item(), tokens=step * tokens, **speed, elapsed_s=elapsed)
+            for step, loss, norm, elapsed in pending]
+    guard(run, write_metrics, run, rows)
     pending.clear()
-    of, rate = run.config.steps, speed["tokens_per_s"]
-    run.say(f"step {step:>{len(str(of))}}/{of}  loss {values['loss']:.4f}  lr {values['lr']:.2e}  "
-            f"norm {values['grad_norm']:.2f}  {rate:,.0f} tokens/s  MFU {speed['mfu']:.0%}  {elapsed:.0f} s")
+    last, of = rows[-1], run.config.steps
+    run.say(f"step {last['step']:>{len(str(of))}}/{of}  loss {last['loss']:.4f}  lr {last['lr']:.2e}  "
+            f"norm {last['grad_norm']:.2f}  {last['tokens_per_s']:,.0f} tokens/s  MFU {last['mfu']:.0%}  "
+            f"{last['elapsed_s']:.0f} s")
 
 
 def save(run, step):
     """Write a checkpoint of `step`; all else that a resumed run needs follows from the step."""
     extra = dict(run.note, scaler=run.scaler.state_dict(),
                  tokens=step * run.config.batch_size * run.raw.config.seq_len)
-    run.unsaved = False
     with run.profiler.region("checkpoint"):
         guard(run, run.checkpointer.save, step, run.raw, run.optimizers, extra)
 
 
 def guard(run, write, *args):
-    """Call `write`. A full disk costs that checkpoint and no more: older ones stay, and the next save tries again."""
+    """Call `write`. A full disk costs what it writes and no more: older checkpoints stay, and the next try may succeed.
+
+    But the run's exit code will tell of it.
+    """
     try:
         write(*args)
     except (OSError, ValueError) as error:  # ValueError: parameters that are not finite are never saved over good ones
@@ -567,7 +570,7 @@ def loop(run):
             evaluate(run, step)
         if stopping or due(config.save_every):
             save(run, step)
-        guard(run, run.checkpointer.check)
+        guard(run, run.checkpointer.check, run.raw, run.optimizers)
         run.profiler.step()
         if not pending:
             run.meter.start()  # evaluating, saving and writing a trace are no optimizer work
