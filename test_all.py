@@ -2430,24 +2430,43 @@ def close_to(run, expected):
         assert all(abs(now[step] / then[step] - 1) < 1e-4 for step in now), (run, now, then)
 
 
+def compiling_by(backend):
+    """Context: torch.compile and Module.compile take this backend; "eager" traces, and runs what it has traced."""
+    stack = contextlib.ExitStack()
+    compile = functools.partialmethod(nn.Module.compile, backend=backend)
+    stack.enter_context(mock.patch.object(nn.Module, "compile", compile))
+    stack.enter_context(mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=backend)))
+    return stack
+
+
 def test_slow_a_checkpoint_of_any_layout_goes_on_in_any_other():
-    """One process, DDP, FSDP2, FSDP2 x TP, each saved and each resumed by all: the uninterrupted run's losses."""
+    """One process, DDP, FSDP2, FSDP2 x TP, saved compiled and not, resumed by all: the uninterrupted run's losses.
+
+    Of the 50 pairs every second, so that each pair of layouts is there once; a third of them is resumed compiled.
+    """
     layouts = {"alone": (1, []), "ddp": (2, []), "fsdp2": (2, ["--fsdp"]), "fsdp4": (4, ["--fsdp"]),
                "fsdp_tp": (4, ["--fsdp", "--tp=2"])}
     with folder() as d:
         data.prepare([model_file.__file__], d / "data")
 
-        def run(out, layout, steps):
-            return train_here(f"--data={d}/data", f"--out={d}/{out}", f"--steps={steps}", "--eval_every=3",
-                              "--save_every=3", *layouts[layout][1], catch=False)
-        run("whole", "alone", 6)
-        for source, (processes, _) in layouts.items():
-            assert exit_codes(forked(processes, run, source, source, 6)) == [0] * processes, source
-            close_to(d / source, d / "whole")
-            shutil.rmtree(d / source / "checkpoints/step_00000006")  # as if killed before
-            for target, (others, _) in layouts.items():
-                shutil.copytree(d / source, d / "other")
-                assert exit_codes(forked(others, run, "other", target, 6)) == [0] * others, (source, target)
+        def run(out, layout, compiled):
+            with compiling_by("eager"):
+                return train_here(f"--data={d}/data", f"--out={d}/{out}", "--steps=6", "--eval_every=3",
+                                  "--save_every=3", f"--compile={['off', 'on'][compiled]}", *layouts[layout][1],
+                                  catch=False)
+        run("whole", "alone", False)
+        run("traced", "alone", True)  # what it imports, the children need not
+        pairs = itertools.product(layouts, (False, True)), layouts
+        for number, ((source, compiled), target) in enumerate(itertools.product(*pairs)):
+            if not (d / f"{source}{compiled}").exists():
+                processes = layouts[source][0]
+                assert exit_codes(forked(processes, run, f"{source}{compiled}", source, compiled)) == [0] * processes
+                close_to(d / f"{source}{compiled}", d / "whole")
+                shutil.rmtree(d / f"{source}{compiled}" / "checkpoints/step_00000006")  # as if killed before
+            if number % 2 == 0:
+                processes, resumed = layouts[target][0], number % 3 == 0
+                shutil.copytree(d / f"{source}{compiled}", d / "other")
+                assert exit_codes(forked(processes, run, "other", target, resumed)) == [0] * processes, number
                 close_to(d / "other", d / "whole")
                 shutil.rmtree(d / "other")
 
@@ -2520,8 +2539,7 @@ def run_steps(world, shape, tied, steps=3, accumulation=2, optimizer="adamw", dt
     """
     config, dtype, batch = shaped(shape, tied, nano), getattr(torch, dtype), 16 if nano else 8
     raw = meta(config)
-    with mock.patch.object(nn.Module, "compile", functools.partialmethod(nn.Module.compile, backend=backend)), \
-            mock.patch.object(torch, "compile", functools.partial(torch.compile, backend=backend)):
+    with compiling_by(backend):
         model = distributed.parallelize(raw, world, seed=1, param_dtype=dtype, **options)
     before = {name: whole(p).detach().clone() for name, p in raw.named_parameters()}
     if optimizer == "muon":
