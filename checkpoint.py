@@ -269,7 +269,7 @@ class Checkpointer:
             self.finish()
 
     def reserve(self, state):
-        """Get memory to copy `state` to, in a thread, and keep it: new pages are most of what a save would stall for."""
+        """Get memory to copy `state` to, in a thread, and keep it: new pages are most of what a save stalls for."""
         from torch.distributed.checkpoint.staging import BlockingAsyncStager
 
         def stage():
@@ -505,11 +505,13 @@ def model_fields(config):
     found = {ours: config[theirs] for theirs, ours in family["fields"].items() if config.get(theirs) is not None}
     if config.get("activation_function") == "gelu":
         found["mlp"] = "gelu_exact"
-    kinds = dict(mlp=str, norm_eps=float, rope_theta=float, dropout=float, tied=bool, rope_scaling=dict)  # others are counts
+    # All others are counts.
+    kinds = dict(mlp=str, norm_eps=float, rope_theta=float, dropout=float, tied=bool, rope_scaling=dict)
     for ours, value in found.items():
         kind = kinds.get(ours, int)
         if type(value) not in ((int, float) if kind is float else (kind,)) or kind is int and value < 1:
             raise ValueError(f"{ours} is {value!r}, expected {'a positive int' if kind is int else kind.__name__}")
+        found[ours] = kind(value)
     if missing := {"vocab_size", "seq_len", "n_layer", "n_head", "n_embd"} - found.keys():
         raise ValueError(f"it says nothing of {', '.join(missing)}")
     return family["fixed"] | found

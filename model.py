@@ -56,7 +56,8 @@ class ModelConfig:
         """Derive what is zero; raise ValueError where the numbers do not make a network."""
         if self.doc_start is None:
             raise ValueError("a mask of documents needs the id that begins one: \"eot\" of meta.json is null")
-        bounds = dict.fromkeys(("vocab_size", "seq_len", "n_layer", "n_head", "n_embd"), (1, math.inf))
+        bounds = dict.fromkeys(("vocab_size", "seq_len", "n_layer", "n_head", "n_embd"), (1, 2 ** 31))
+        bounds.update(head_dim=(0, 2 ** 31), n_hidden=(0, 2 ** 31), norm_eps=(0, 1), rope_theta=(1, math.inf))
         # A window of seq_len would have no effect.
         bounds.update(dropout=(0, 1), window=(0, self.seq_len), softcap=(0, math.inf), head_softcap=(0, math.inf))
         for name, (low, high) in bounds.items():

@@ -707,8 +707,12 @@ def test_wrong_input_to_training_is_one_line():
                 (["--attention=flex"], 1, "--attention flex CPU"), (["--sdpa=cudnn"], 1, "--sdpa cudnn"),
                 (["--attention=sdpa", "--softcap=9"], 1, "--attention sdpa soft-capping"),
                 (["--attention=reference", "--sdpa=math"], 2, "--attention reference --sdpa math"),
+                (["--n_layer=99999999999"], 2, "n_layer"),
                 (["--window=-1"], 2, "window -1"), (["--window=32"], 2, "window 32 < 32"),
-                (["--softcap=nan"], 2, "softcap nan"),
+                (["--softcap=nan"], 2, "softcap nan"), (["--weight_decay=inf"], 2, "--weight_decay inf"),
+                (["--seed=99999999999999999999"], 2, "--seed 99999999999999999999"),
+                (["--timeout=99999999999"], 2, "--timeout 99999999999"), (["--data="], 2, "--data empty"),
+                (["--init_from="], 2, "--init_from empty"), (["--n_embd=1000000"], 1, "allocate memory smaller"),
                 (["--data=nowhere"], 1, "nowhere data.py"), (["--seq_len=100000"], 1, "--seq_len 100000"),
                 ([f"--out={d}/file"], 1, "file"), (["--resume=7"], 1, "7")]:
             code, output = exit_of(lambda: train_here(*flags, *wrong, catch=False))
@@ -1584,8 +1588,9 @@ def test_checkpoint_roundtrip_is_bit_exact_and_the_run_goes_on_alike():
                 memory = asynchronous and dict(checkpointer.stager.result().state_dict_cache)
                 note = {"tokens": 2}
                 checkpointer.save(2, model, optimizers, note)
-                for key, tensor in (memory or {}).items():  # had before the save, which would stall to get it
-                    assert tensor is checkpointer.stager.result().state_dict_cache[key] and torch.equal(tensor, saved[key])
+                for key, tensor in (memory or {}).items():  # got before the save, which would stall for it
+                    assert tensor is checkpointer.stager.result().state_dict_cache[key], key
+                    assert torch.equal(tensor, saved[key]), key
                 note["tokens"] = 3
                 steps(model, optimizers)  # must not leak into an asynchronous save
                 checkpointer.finish()
@@ -2201,6 +2206,12 @@ def test_hf_what_is_not_known_is_refused_with_field_and_value():
                 value = value.get("rope_type", value.get("type", "")) if isinstance(value, dict) else value
                 fails(ValueError, f"{str(name)[:4]} {value}", from_hf, d / family)
                 (d / family / "config.json").write_text(whole)
+        numbers = dict(rms_norm_eps=float("nan"), rope_theta=-1, head_dim=10 ** 20, vocab_size="67")
+        for name, value in numbers.items():
+            whole = (d / "qwen3/config.json").read_text()
+            edit(d / "qwen3/config.json", **{name: value})
+            fails(ValueError, f"{name[-4:]} {value} expected", from_hf, d / "qwen3")
+            (d / "qwen3/config.json").write_text(whole)
         for name, change in [("bias", dict(bias=True)), ("norm", dict(norm="layernorm")), ("mlp", dict(mlp="gelu")),
                              ("window", dict(window=8)), ("softcap", dict(softcap=30.0))]:
             fields = dict(dataclasses.asdict(published("llama").config), **change)

@@ -94,9 +94,13 @@ class TrainConfig:
         least = dict(steps=1, batch_size=1, keep=1, log_every=1, micro_batch=1, seq_len=2, warmup=0, weight_decay=0,
                      grad_clip=0, save_every=0, keep_every=0, eval_every=0, eval_tokens=0, seed=0, max_skips=0,
                      replicas=1, tp=1, timeout=1, peak_tflops=0.001)
-        for name, value in least.items():
-            if getattr(self, name) is not None and not getattr(self, name) >= value:
-                raise ValueError(f"--{name} is {getattr(self, name)}, expected at least {value}")
+        for name, low in least.items():
+            high = dict(seed=2 ** 63, timeout=2 ** 31).get(name, math.inf)
+            if getattr(self, name) is not None and not low <= getattr(self, name) < high:
+                raise ValueError(f"--{name} is {getattr(self, name)}, expected {low} <= {name} < {high}")
+        for name in "data", "out", "init_from":
+            if getattr(self, name) == "":
+                raise ValueError(f"--{name} is empty, expected a path")
         if self.lr is not None and not 0 < self.lr < math.inf:
             raise ValueError(f"--lr is {self.lr}, expected a positive number")
         if self.resume not in ("auto", "never") and not self.resume.isdecimal():
@@ -105,8 +109,6 @@ class TrainConfig:
             raise ValueError("--no_reshard has no effect without --fsdp: add --fsdp, or drop --no_reshard")
         if self.sdpa != "auto" and self.attention in ("flex", "reference"):
             raise ValueError(f"--sdpa {self.sdpa} has no effect with --attention {self.attention}: drop one")
-        if not self.out:
-            raise ValueError("--out is empty, expected a folder for the run")
         if self.offload and not self.fsdp:
             raise ValueError("--offload has no effect without --fsdp: add --fsdp, or drop --offload")
         for name in "model", "n_layer", "n_head", "n_kv_head", "n_embd":
@@ -463,7 +465,7 @@ def evaluate(run, step):
     distributed.reshard(run.raw)
     loss = (world.sum(total) / world.sum(targets)).item()
     meta, elapsed = run.validation.meta, time.perf_counter() - STARTED
-    bits = loss / math.log(2) * meta["val_tokens"] / meta["val_bytes"] if meta.get("val_bytes") else math.nan
+    bits = loss / math.log(2) * run.validation.tokens / meta["val_bytes"] if meta.get("val_bytes") else math.nan
     values = dict(val_loss=loss, val_bpb=bits)
     guard(run, write_metrics, run, [dict(step=step, **values, elapsed_s=elapsed)])
     run.say(f"step {step}  validation loss {loss:.4f} nats = {bits:.4f} bits per byte  {elapsed:.0f} s")
@@ -537,6 +539,10 @@ def train(config):
         run = setup(config, world, micro_batch)
     except (ValueError, OSError, ImportError) as error:
         distributed.refuse(f"train.py: {error}", 1)
+    except RuntimeError as error:
+        if "memory" not in str(error):
+            raise
+        distributed.refuse(f"train.py: {str(error).splitlines()[0]}: take a smaller model, or --fsdp", 1)
     with run.profiler:
         code = loop(run)
     del run  # the process group is left without a model, see `stop`
