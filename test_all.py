@@ -723,6 +723,19 @@ def test_wrong_input_to_training_is_one_line():
         assert output.count("\n") == 1 and output.startswith("train.py: nowhere"), output
 
 
+def test_a_fallback_says_so_once_with_its_reason():
+    """Law 8: eager instead of compiled, the reference instead of SDPA, fp32 instead of bf16."""
+    with folder() as d, mock.patch.object(shutil, "which", lambda name: None), \
+            mock.patch.object(train_file, "faster_in_bf16", lambda: False):
+        data.prepare([model_file.__file__], d / "data")
+        code, output = train_here(f"--data={d}/data", f"--out={d}/out", "--steps=2", "--dtype=auto", "--compile=on",
+                                  "--softcap=9")
+        assert code == 0, output
+        for words in ("compile off: it needs a C++ compiler and found none, install g++", "float32 (bf16 is not fast",
+                      "attention reference, not flash: SDPA has no soft-capping"):
+            assert output.count(words) == 1, (words, output)
+
+
 def test_what_cannot_be_leaves_what_is_there():
     """No run is renamed, and no folder half filled, by a command that fails; defaults fit learned positions."""
     def command(file, *argv):

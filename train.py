@@ -40,6 +40,7 @@ from model import GPT, PRESETS, ModelConfig
 @dataclasses.dataclass
 class TrainConfig:
     """Train a GPT."""
+    # What is read and written, and the network.
     data: Annotated[str, "folder of token shards from data.py; one named stdlib prepares itself"] = "data/stdlib"
     out: Annotated[str, "folder of the run: config, metrics, checkpoints"] = "out"
     model: Annotated[Literal[tuple(PRESETS)], "preset, by default nano; the next flags change single fields"] = None
@@ -50,6 +51,7 @@ class TrainConfig:
     init_from: Annotated[str | None, "start from a Hugging Face folder or nanoGPT's ckpt.pt, not from --model"] = None
     seq_len: Annotated[int | None, "tokens a training sequence has; default: the preset's, at most 4096"] = None
     dropout: Annotated[float | None, "probability of dropping an activation or attention weight"] = None
+    # The optimizer's steps: all that decides the run's numbers.
     steps: Annotated[int, "optimizer steps of the whole run"] = 200
     batch_size: Annotated[int, "sequences per optimizer step, over all processes"] = 16
     micro_batch: Annotated[int | None, "sequences per device and forward; default: its share, at most 32"] = None
@@ -61,6 +63,7 @@ class TrainConfig:
     grad_clip: Annotated[float, "largest global gradient norm; 0: no clipping"] = 1.0
     max_skips: Annotated[int, "updates in a row that may be skipped because a number is not finite"] = 10
     seed: Annotated[int, "of the initial weights, the order of the data, dropout"] = 1337
+    # The machine and the layout: they change the speed, and the numbers by rounding alone.
     device: Annotated[Literal["auto", "cpu", "cuda", "mps"], "auto: the fastest there is"] = "auto"
     dtype: Annotated[Literal["auto", "bf16", "fp16", "fp32"], "of matrix products; auto: bf16 if it is fast"] = "auto"
     compile: Annotated[Literal["auto", "on", "off"], "torch.compile; auto: on a GPU"] = "auto"
@@ -72,12 +75,14 @@ class TrainConfig:
     timeout: Annotated[int | None, "seconds that processes wait for one another before the job fails (600)"] = None
     activation_checkpoint: Annotated[Literal["none", "block", "selective"],
                                      "recompute in backward; selective keeps matmul and attention outputs"] = "none"
+    # Attention: the kernel, and what it may see.
     attention: Annotated[Literal["auto", "sdpa", "flex", "reference"], "reference: the textbook formula"] = "auto"
     sdpa: Annotated[Literal["auto", "flash", "cudnn", "efficient", "math"], "auto: the faster"] = "auto"
     window: Annotated[int | None, "attention sees so many of the newest tokens; default: all"] = None
     doc_mask: Annotated[bool, "attention keeps to its document, which an end-of-text token begins"] = False
     softcap: Annotated[float | None, "limit of the attention scores, by tanh; Gemma 2 has 50"] = None
     head_softcap: Annotated[float | None, "limit of the logits, by tanh; Gemma 2 has 30"] = None
+    # What is kept, shown and measured.
     save_every: Annotated[int, "steps between checkpoints; 0: only at the end"] = 100
     keep: Annotated[int, "newest checkpoints to keep"] = 2
     keep_every: Annotated[int, "also keep each checkpoint whose step this divides; 0: none"] = 0
@@ -114,6 +119,7 @@ class TrainConfig:
         for name in "model", "n_layer", "n_head", "n_kv_head", "n_embd":
             if self.init_from and getattr(self, name) is not None:
                 raise ValueError(f"--{name} has no effect with --init_from, which gives the model's shape: drop one")
+        # The vocabulary comes with the data; all else that a network can be wrong in is known now.
         model_config(self, vocab_size=1)
 
 
@@ -123,6 +129,7 @@ def parse_args(kind, prog, argv=None):
     A field without default is a positional argument, a list takes the remaining ones, a bool makes --x and --no_x.
     Hyphens and underscores are alike. Anything wrong, and any ValueError of the dataclass, is one line and exit code 2.
     """
+    # No abbreviations: a flag added later would change what they mean.
     parser = argparse.ArgumentParser(prog, description=kind.__doc__, allow_abbrev=False)
     parser.error = lambda message: distributed.refuse(f"{prog}: {message} (see {prog} --help)", 2)
     for field in dataclasses.fields(kind):
@@ -166,7 +173,7 @@ def model_config(config, vocab_size, eot=0):
 def learning_rate(step, config, peak):
     """Rate of step 0 .. steps - 1: a linear warm-up, then stable and a linear decay to zero, or a cosine to a tenth."""
     warm = min(1.0, (step + 1) / max(1, config.warmup))
-    if config.schedule == "wsd":
+    if config.schedule == "wsd":  # (Hu et al. 2024) its first half does not know how long the run will be
         return peak * min(warm, (config.steps - step) / (config.steps - config.steps // 2))
     progress = max(0, step - config.warmup) / max(1, config.steps - config.warmup)
     return peak * warm * (0.55 + 0.45 * math.cos(math.pi * progress))
@@ -202,6 +209,7 @@ def newton_schulz(x, steps):
     """About the nearest semi-orthogonal matrix to the matrix x: singular values of 0.7 to 1.2."""
     if x.size(0) > x.size(1):
         return newton_schulz(x.T, steps).T
+    # The quintic a x + b (x x^T) x + c (x x^T)^2 x acts on each singular value alone (Jordan et al. 2024).
     x = x / x.norm().clamp(min=1e-7)  # no singular value exceeds 1 now, and the polynomial pulls all of them towards 1
     for _ in range(steps):
         gram = x @ x.T
@@ -211,6 +219,7 @@ def newton_schulz(x, steps):
 
 def build_optimizer(model, config, peak, dtype):
     """List of optimizers that hold each parameter once; matrices are decayed, vectors (norms, biases) are not."""
+    # Muon is for matrices that map activations to activations; embedding and head map from and to ids.
     hidden = [p for name, p in model.named_parameters() if p.dim() == 2 and name.startswith("blocks.")]
     tables = [p for name, p in model.named_parameters() if p.dim() == 2 and not name.startswith("blocks.")]
     vectors = [p for p in model.parameters() if p.dim() < 2]
@@ -305,6 +314,7 @@ def setup(config, world, micro_batch):
     """All that can fail before step 0 -> the run's parts. ValueError, OSError or ImportError hold one clear line."""
     fields = model_config(config, vocab_size=1)
     say = functools.partial(print, flush=True) if world.writer else lambda *words: None
+    # Data first: it says how many ids the model needs, and the checkpoint must be of this model.
     with world.first():
         if Path(config.data).name == "stdlib" and not os.path.exists(config.data):
             say(f"{config.data} is not there yet: preparing the Python standard library's sources")
@@ -320,9 +330,11 @@ def setup(config, world, micro_batch):
                     tokenizer=run.dataset.meta["tokenizer"], data=os.path.abspath(config.data))
     resumed = open_run(run)
 
+    # What this machine computes with. Each choice comes with its reason, for the lines below.
     dtype, why_dtype = pick_dtype(config.dtype, world.device)
     compiled, why_compile = pick_compile(config.compile, world.device)
     backend, note = pick_backend(config.attention, config.sdpa, fields, world.device, dtype)
+    # Shapes alone until the model is sharded: no process ever holds more than its share, and then the weights come.
     with torch.device("meta"):
         run.raw = GPT(fields, backend)
     if config.init_from and resumed is None:
@@ -330,6 +342,7 @@ def setup(config, world, micro_batch):
     run.model = distributed.parallelize(
         run.raw, world, param_dtype=dtype, activation_checkpoint=config.activation_checkpoint, compile=compiled,
         seed=config.seed, reshard_after_forward=config.reshard, offload=config.offload)
+    # Wider models take smaller steps, in proportion to 1 / width (Yang et al. 2022, table 3).
     run.peak_lr = config.lr or min(0.01, 0.64 / fields.n_embd)
     run.optimizers = build_optimizer(run.raw, config, run.peak_lr, dtype)
     run.scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
@@ -341,7 +354,7 @@ def setup(config, world, micro_batch):
     if run.step > config.steps:
         raise ValueError(f"--steps {config.steps} is below step {run.step}, which {config.out} has reached: take more, "
                          "or --resume never")
-    if world.writer:
+    if world.writer:  # nothing was written until here, where nothing else can fail
         move_aside(config, say)
         Path(config.out).mkdir(parents=True, exist_ok=True)
         write_whole(Path(config.out, "config.json"), json.dumps(run.note, indent=2) + "\n")
@@ -409,6 +422,8 @@ def optimizer_step(run, batches, step):
     with run.profiler.region("data"):
         micro = [run.meter.wait(batches) for _ in range(run.accumulation)]
     targets = run.world.sum(sum((y != -100).sum() for _, y in micro)).clamp(min=1)  # of the whole global batch
+    # loss = sum of all targets' losses / number of all targets, in whatever parts it is computed: each micro-batch adds
+    # its share to the gradients, so nothing depends on how many there are (a mean of means would).
     total = torch.zeros((), device=run.world.device)
     for i, (x, y) in enumerate(micro):
         distributed.accumulate(run.model, last=i == run.accumulation - 1)
@@ -425,6 +440,7 @@ def optimizer_step(run, batches, step):
 
 def update(run, loss, rate):
     """Clip the gradients and let the optimizers step, unless a number is not finite -> the norm before clipping."""
+    # fp16 only: the loss was scaled up so that small gradients do not vanish. Clipping needs them as they are.
     for optimizer in run.optimizers:
         run.scaler.unscale_(optimizer)
         for group in optimizer.param_groups:
@@ -436,6 +452,7 @@ def update(run, loss, rate):
         if finite:
             run.scaler.step(optimizer)
         optimizer.zero_grad()
+    # The scaler's own count of infinities is one process's; this verdict is everybody's.
     run.scaler.update(None if finite else run.scaler.get_scale() / 2)
     run.skipped = 0 if finite else run.skipped + 1
     return norm
@@ -555,6 +572,7 @@ def loop(run):
     config, say, step = run.config, run.say, run.step
     batches = data.batches(run.dataset, step, config.batch_size, run.micro_batch, run.world.data_rank,
                            run.world.data_size, run.world.device)
+    # A signal is only noted: the step under way ends, all processes hear of it, and then they save together.
     signals, stopping, pending = watch_signals(), False, []
     run.meter.start()
     while step < config.steps and not stopping:
