@@ -278,9 +278,10 @@ def tensor_parallel(raw, world):
         # (B, T, H/tp, D): as DTensors, or each process would keep the gradient of its own heads.
         "heads": [parallel.SequenceParallel(sequence_dim=2, use_local_output=True)],
     }
+    mesh = world.mesh["tp"]  # once: each call makes an object, and inductor fails on several in a graph (torch 2.13)
     for name, module in list(raw.named_modules()):
         for style in styles.get(PLAN.get(name.rpartition(".")[2]), []):
-            parallel.parallelize_module(module, world.mesh["tp"], style)
+            parallel.parallelize_module(module, mesh, style)
     # Not the collective's pending result: a compiled block that is given one fails in backward (torch 2.13).
     raw.embed.register_forward_hook(lambda module, inputs, output: output.clone())
     # The logits stay sharded over the vocabulary: the softmax exchanges a maximum and a sum per token, not V logits.

@@ -313,7 +313,7 @@ def main():
             train.distributed.refuse("profile.py: --fsdp, --tp and --profile have no effect on one process's step", 2)
         world = train.distributed.World(train.distributed.find_device(config.device), writer=False)
         dtype, why_dtype = train.pick_dtype(config.dtype, world.device)
-        compiled, why_compiled = train.pick_compile(config.compile, world.device)
+        compiled, why_compiled = train.pick_compile(config, world.device)
         print(f"rows beside fp32: {why_dtype}; compiled rows: {why_compiled}", file=sys.stderr)
         for compiled, dtype, recompute, chunks in itertools.product(
                 ["off", "on"][:1 + compiled], ["fp32", config.dtype.replace("auto", "bf16")][:4 // dtype.itemsize],

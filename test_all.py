@@ -493,7 +493,7 @@ def test_slow_masks_leave_two_compiled_graphs():
 
 def test_slow_flex_compiled_on_a_cpu():
     """What runs on CUDA outside a compiled model, as far as a CPU can: block mask and kernel by inductor, forward."""
-    if not train_file.pick_compile("on", torch.device("cpu"))[0]:
+    if not train_file.pick_compile(TrainConfig(compile="on"), torch.device("cpu"))[0]:
         raise Skip("torch.compile needs a C++ compiler")
     plain, fused = (tiny(backend, window=4, doc_start=7, softcap=2.0) for backend in ("reference", "flex"))
     with torch.no_grad(), mock.patch.object(attention, "fused", lambda function, device: attention.compiled(function)):
@@ -505,7 +505,7 @@ def test_slow_flex_compiled_on_a_cpu():
 
 def test_slow_compiled_by_inductor():
     """The same through the C++ (or Triton) code that training runs."""
-    if not train_file.pick_compile("on", torch.device("cpu"))[0]:
+    if not train_file.pick_compile(TrainConfig(compile="on"), torch.device("cpu"))[0]:
         raise Skip("torch.compile needs a C++ compiler")
     test_compiled_equals_eager_without_graph_breaks("inductor")
 
@@ -2759,16 +2759,12 @@ def test_slow_law_1_offloaded():
 
 
 def test_slow_law_1_compiled():
-    """Whole under DDP, per block under FSDP2 and tensor parallel, with checkpointed blocks, by inductor."""
-    compiled = [("llama", True, dict(compile=True, steps=2, evaluations=False))]
-    check_layouts(2, TWO[::2], compiled)
-    check_layouts(2, TWO[1:2], [("llama", True, dict(compiled[0][2], activation_checkpoint="block")),
-                                 ("masked", True, compiled[0][2])])
-
-
-def test_slow_law_1_traced_under_fsdp_and_tensor_parallel():
-    """Blocks compiled with the collectives of tensor parallelism in them, below FSDP2; the graphs run eagerly."""
-    check_layouts(4, FOUR[3:], [("llama", True, dict(compile=True, steps=2, evaluations=False, backend="aot_eager"))])
+    """By inductor: whole under DDP, per block under FSDP2, HSDP and tensor parallel, with checkpointed blocks."""
+    options = dict(compile=True, steps=2, evaluations=False)
+    check_layouts(2, TWO[::2], [("llama", True, options)])
+    check_layouts(2, TWO[1:2], [("gpt2", False, dict(options, activation_checkpoint="block")),
+                                 ("masked", True, options)])
+    check_layouts(4, FOUR[2:], [("llama", True, dict(options, activation_checkpoint="selective"))])
 
 
 def worker_manners(_):

@@ -254,10 +254,13 @@ def faster_in_bf16():
     return seconds(torch.bfloat16) < seconds(torch.float32)
 
 
-def pick_compile(name, device):
+def pick_compile(config, device):
     """(whether to compile, why not). Without a C++ compiler torch.compile fails only at the model's first call."""
-    if name == "off" or name == "auto" and device.type != "cuda":
-        return False, "off" if name == "off" else "off by default without a GPU"
+    if config.compile == "off" or config.compile == "auto" and device.type != "cuda":
+        return False, "off" if config.compile == "off" else "off by default without a GPU"
+    if config.tp > 1 and config.activation_checkpoint == "block" and device.type == "cpu":
+        # It takes the mesh among a recomputed block's saved values for a tensor, after attention's random state.
+        return False, "off: torch 2.13 fails on --tp with --activation_checkpoint block on a CPU"
     if not any(map(shutil.which, [os.environ.get("CXX", "g++"), "clang++", "cl"])):
         return False, "off: it needs a C++ compiler and found none, install g++"
     return True, "on"
@@ -332,7 +335,7 @@ def setup(config, world, micro_batch):
 
     # What this machine computes with. Each choice comes with its reason, for the lines below.
     dtype, why_dtype = pick_dtype(config.dtype, world.device)
-    compiled, why_compile = pick_compile(config.compile, world.device)
+    compiled, why_compile = pick_compile(config, world.device)
     backend, note = pick_backend(config.attention, config.sdpa, fields, world.device, dtype)
     # Shapes alone until the model is sharded: no process ever holds more than its share, and then the weights come.
     with torch.device("meta"):
