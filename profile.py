@@ -36,16 +36,16 @@ def __getattr__(name):
 PEAK_TFLOPS = {
     "MIG": None, "GB200": 2500, "B200": 2250, "GH200": 989, "H200 NVL": 835, "H200": 989, "H100 PCIe": 756,
     "H100 NVL": 835, "H100": 989, "A100": 312, "MI300X": 1307, "L40S": 362, "L40": 181, "L4": 121}
-GEFORCE = 512  # RTX 20 to 50, operations a cycle and multiprocessor; with sums in fp16, which nothing here has, 1024
 
 
 def data_sheet(gpu):
     """Dense 16-bit TFLOP/s of what torch.cuda.get_device_properties says, None if unknown.
 
-    A GeForce's are at its own boost clock, NVIDIA's white papers have 71 for RTX 3090, 165 for 4090, 210 for 5090.
+    GeForce RTX 20 to 50: 512 operations a cycle and multiprocessor at the card's boost clock, as NVIDIA's white papers
+    have 71 for RTX 3090, 165 for 4090 and 210 for 5090 (their larger figures sum in fp16, which nothing here does).
     """
     if "GeForce RTX" in gpu.name:
-        return GEFORCE * gpu.multi_processor_count * gpu.clock_rate / 1e9  # clock_rate is in kHz
+        return 512 * gpu.multi_processor_count * gpu.clock_rate / 1e9  # clock_rate is in kHz
     words = set(gpu.name.replace("-", " ").split())
     return next((peak for part, peak in PEAK_TFLOPS.items() if words >= set(part.split())), None)
 
@@ -126,6 +126,9 @@ SCHEDULE = dict(wait=5, warmup=2, active=3)
 def tracer(schedule=None, ready=None, detail=False):
     """A torch.profiler.profile of the CPU, and of CUDA where it is."""
     import torch
+    if detail:  # torch 2.13's stacks point into code: keep that of modules which, say, a traced save imports
+        kept = []
+        sys.addaudithook(lambda event, args: kept.extend(args) if event == "exec" else None)
     os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # or it writes its own progress among the run's lines
     return torch.profiler.profile(
         schedule=schedule and torch.profiler.schedule(**schedule), on_trace_ready=ready, record_shapes=detail,
@@ -143,13 +146,13 @@ class Profiler:
 
     def __init__(self, folder, device, rank=0, say=print, detail=False):
         self.folder, self.device, self.rank, self.say, self.detail, self.trace = folder, device, rank, say, detail, None
-        self.schedule = dict(SCHEDULE, active=1) if detail else SCHEDULE
 
     def __enter__(self):
         if self.folder:
             import torch
             self.folder.mkdir(parents=True, exist_ok=True)
-            self.trace = tracer(self.schedule, self.write, self.detail)  # the schedule starts it
+            schedule = dict(SCHEDULE, warmup=4, active=1) if self.detail else SCHEDULE
+            self.trace = tracer(schedule, self.write, self.detail)  # the schedule starts it
             if self.device.type == "cuda":
                 torch.cuda.memory._record_memory_history(max_entries=100_000)
 
@@ -158,13 +161,13 @@ class Profiler:
             import torch
             torch.cuda.memory._dump_snapshot(str(self.folder / f"memory_rank{self.rank}.pickle"))
         if kind and kind.__name__ == "OutOfMemoryError":
-            print(f"{error} Take a smaller --micro_batch, --activation_checkpoint block, or --fsdp (what fills the memory: "
-                  "OUT/profile/memory_rank0.pickle, with --profile)", file=sys.stderr)
+            print(f"{error} Take a smaller --micro_batch, --activation_checkpoint block, or --fsdp; what fills it "
+                  "--profile writes to memory_rank0.pickle", file=sys.stderr)
             os._exit(1)  # a tidy exit could wait for processes that wait for this one
         if self.trace:
             self.trace.on_trace_ready = None  # what it has may be half a step
             self.trace.stop()
-            self.say(f"no profile: it takes {sum(self.schedule.values())} steps, this run had {self.trace.step_num}")
+            self.say(f"no profile: it takes {sum(SCHEDULE.values())} steps, this run had {self.trace.step_num}")
 
     def step(self):
         """One turn of the training loop is over; after the last of the schedule come the files and the summary."""
@@ -201,11 +204,9 @@ class Profiler:
 
 def covered(events):
     """Microseconds in which at least one of the events was running."""
-    total = until = 0.0
-    for start, end in sorted((event.time_range.start, event.time_range.end) for event in events):
-        total += max(0.0, end - max(start, until))
-        until = max(until, end)
-    return total
+    spans = sorted((event.time_range.start, event.time_range.end) for event in events)
+    ends = itertools.accumulate((end for _, end in spans), max, initial=0.0)  # of all spans before
+    return sum(max(0.0, end - max(start, until)) for (start, end), until in zip(spans, ends))
 
 
 def parts(events):
@@ -290,17 +291,16 @@ def read_curves(folders):
 def plot(runs):
     """Draw the curves of runs: FOLDER/metrics.png in the first one's by matplotlib, without it in the terminal."""
     try:
-        from matplotlib.figure import Figure
+        from matplotlib import pyplot
     except ImportError:
         pictures = [{run: curves[name] for run, curves in runs.items() if curves[name]} for name in CURVES]
         return print(*(chart(name, curves) for name, curves in zip(CURVES, pictures) if curves), sep="\n\n")
-    figure = Figure(figsize=(10, 6), layout="constrained")
-    first, *others = figure.subplots(2, 2).flat
-    for name, axis in zip(CURVES, [first, first, *others]):  # the loss and the validation loss are one picture
-        axis.set(xlabel="step", ylabel=name)
+    figure, axes = pyplot.subplots(2, 2, figsize=(8, 5), layout="constrained")
+    for name, axis in zip(CURVES, [axes[0, 0], *axes.flat]):  # the loss and the validation loss are one picture
+        axis.set(xlabel="step", ylabel=name.removeprefix("val_"))
         for run, curves in runs.items():
             axis.plot(*zip(*curves[name]), marker="o" if name == "val_loss" else None, label=f"{run} {name}")
-    first.legend()
+    axes[0, 0].legend()
     file = os.path.join(next(iter(runs)), "metrics.png")
     figure.savefig(file)
     print(file)
@@ -377,8 +377,8 @@ def surroundings(train, run, batches, rate):
 
 def show(row, as_json):
     """Print a row of the benchmark, a dict."""
-    words = (f"{name} {value if isinstance(value, str) else format(value, '.5g'):<6}" for name, value in row.items())
-    print(json.dumps(row) if as_json else "  ".join(words), flush=True)
+    cells = (f"{value:.5g}" if isinstance(value, int | float) else str(value) for value in row.values())
+    print(json.dumps(row) if as_json else "  ".join(map("{} {:<7}".format, row, cells)), flush=True)
 
 
 def main():
@@ -422,11 +422,9 @@ def main():
             train.distributed.stop(world)  # frees the model and what was compiled of it
         for row in others:
             show(row, config.json)
-    except (ValueError, OSError, ImportError, train.torch.OutOfMemoryError) as error:
+    except (ValueError, OSError, ImportError, train.torch.OutOfMemoryError, KeyboardInterrupt) as error:
         hint = f" (pip install {error.name})" if getattr(error, "name", None) else ""
-        sys.exit(f"profile.py: {error}{hint}")
-    except KeyboardInterrupt:
-        sys.exit("profile.py: interrupted")
+        sys.exit(f"profile.py: {str(error) or 'interrupted'}{hint}")
 
 
 if __name__ == "__main__":
