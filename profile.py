@@ -320,15 +320,16 @@ def write_events(runs):
 def chart(title, curves, width=100, height=12):
     """Text picture of {name: [(x, y), ...]}: one letter a curve."""
     marks = dict(zip(curves, itertools.cycle("*o+x#")))
-    points = [(x, y, marks[name]) for name, curve in curves.items() for x, y in curve]
-    xs, ys, _ = zip(*points)
+    xs, ys = zip(*itertools.chain(*curves.values()))
+    left, right, bottom, top = min(xs), max(xs), min(ys), max(ys)
     grid = [[" "] * width for _ in range(height)]
-    for x, y, mark in points:
-        row = (max(ys) - y) / (max(ys) - min(ys) or 1) * (height - 1)
-        grid[round(row)][round((x - min(xs)) / (max(xs) - min(xs) or 1) * (width - 1))] = mark
+    for name, curve in curves.items():
+        for x, y in curve:
+            row = grid[round((top - y) / (top - bottom or 1) * (height - 1))]
+            row[round((x - left) / (right - left or 1) * (width - 1))] = marks[name]
     legend = ", ".join(f"{mark} {name}" for name, mark in marks.items())
-    return "\n".join([f"{title} {min(ys):.4g} to {max(ys):.4g}, steps {min(xs)} to {max(xs)}: {legend}",
-                      *("".join(row).rstrip() for row in grid)])
+    rows = "\n".join("".join(row).rstrip() for row in grid)
+    return f"{title} {bottom:.4g} to {top:.4g}, steps {left} to {right}: {legend}\n{rows}"
 
 
 @dataclass
@@ -398,7 +399,7 @@ def main():
         config = train.parse_args(Benchmark, "profile.py")
         for name in IDLE:
             if getattr(config, name) != getattr(train.TrainConfig, name):
-                train.distributed.refuse(f"profile.py: --{name} has no effect on the time of one process's step", 2)
+                train.distributed.refuse(f"profile.py: --{name} has no effect on one process's step: drop it", 2)
         world = train.distributed.World(train.distributed.find_device(config.device), writer=False)
         dtype, why_dtype = train.pick_dtype(config.dtype, world.device)
         compiled, why_compiled = train.pick_compile(config.compile, world.device)
