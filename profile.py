@@ -33,9 +33,8 @@ def __getattr__(name):
 
 # Dense TFLOP/s in 16 bits with sums in fp32, from the vendors' data sheets (sparse figures are twice that), by words of
 # the device's name. The first match counts, so more words stand before fewer; a slice of a GPU (MIG) is measured.
-PEAK_TFLOPS = {
-    "MIG": None, "GB200": 2500, "B200": 2250, "GH200": 989, "H200 NVL": 835, "H200": 989, "H100 PCIe": 756,
-    "H100 NVL": 835, "H100": 989, "A100": 312, "MI300X": 1307, "L40S": 362, "L40": 181, "L4": 121}
+PEAK_TFLOPS = {"MIG": None, "GB200": 2500, "B200": 2250, "GH200": 989, "H200 NVL": 835, "H200": 989, "H100 PCIe": 756,
+               "H100 NVL": 835, "H100": 989, "A100": 312, "MI300X": 1307, "L40S": 362, "L40": 181, "L4": 121}
 
 
 def data_sheet(gpu):
@@ -69,8 +68,7 @@ def peak_flops(device, dtype, tflops=None):
 def synchronize(device):
     """Wait until an accelerator has done what was asked of it; a CPU has already."""
     import torch
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+    torch.get_device_module(device).synchronize()
 
 
 def peak_memory(device):
