@@ -68,7 +68,8 @@ def peak_flops(device, dtype, tflops=None):
 def synchronize(device):
     """Wait until an accelerator has done what was asked of it; a CPU has already."""
     import torch
-    torch.get_device_module(device).synchronize()
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 def peak_memory(device):
