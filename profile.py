@@ -18,7 +18,7 @@ import os
 import sys
 import tempfile
 import timeit
-from dataclasses import make_dataclass, replace
+from dataclasses import dataclass, replace
 from typing import Annotated
 
 SPEC = importlib.util.spec_from_file_location("_profile", os.path.join(os.path.dirname(os.__file__), "profile.py"))
@@ -31,10 +31,22 @@ def __getattr__(name):
     return getattr(STANDARD, name)
 
 
-# Dense bf16/fp16 TFLOP/s by a part of the device's name, from the vendors' data sheets (sparse figures are twice that).
-# The first match counts, so a longer name stands before the shorter one it contains.
-PEAK_TFLOPS = {"B200": 2250, "H200": 989, "H100 PCIe": 756, "H100 NVL": 835, "H100": 989, "A100": 312, "MI300X": 1307,
-               "L40S": 362, "L40": 181, "L4": 121, "RTX 5090": 210, "RTX 4090": 165, "RTX 3090": 71}
+# Dense TFLOP/s in 16 bits with sums in fp32, from the vendors' data sheets (sparse figures are twice that), by words of
+# the device's name. The first match counts, so more words stand before fewer; a slice of a GPU (MIG) is measured.
+PEAK_TFLOPS = {"MIG": None, "GB200": 2500, "B200": 2250, "GH200": 989, "H200 NVL": 835, "H200": 989, "H100 PCIe": 756,
+               "H100 NVL": 835, "H100": 989, "A100": 312, "MI300X": 1307, "L40S": 362, "L40": 181, "L4": 121}
+
+
+def data_sheet(gpu):
+    """Dense 16-bit TFLOP/s of what torch.cuda.get_device_properties says, None if unknown.
+
+    GeForce RTX 20 to 50: 512 operations a cycle and multiprocessor at the card's boost clock, as NVIDIA's white papers
+    have 71 for RTX 3090, 165 for 4090 and 210 for 5090 (their larger figures sum in fp16, which nothing here does).
+    """
+    if "GeForce RTX" in gpu.name:
+        return 512 * gpu.multi_processor_count * gpu.clock_rate / 1e9  # clock_rate is in kHz
+    words = set(gpu.name.replace("-", " ").split())
+    return next((peak for part, peak in PEAK_TFLOPS.items() if words >= set(part.split())), None)
 
 
 def peak_flops(device, dtype, tflops=None):
@@ -42,8 +54,8 @@ def peak_flops(device, dtype, tflops=None):
     import torch
     source = "--peak_tflops"
     if tflops is None and device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
-        source = f"{torch.cuda.get_device_name(device)}'s dense peak"
-        tflops = next((peak for part, peak in PEAK_TFLOPS.items() if part in source), None)
+        gpu = torch.cuda.get_device_properties(device)
+        tflops, source = data_sheet(gpu), f"{gpu.name}'s dense peak"
     if tflops:
         return tflops * 1e12, source
     size = 1024 if device.type == "cpu" else 8192
@@ -67,8 +79,8 @@ def peak_memory(device):
         return torch.cuda.max_memory_allocated(device) / 1e9
     with contextlib.suppress(ImportError):  # Windows has none
         import resource
-        unit = 1 if sys.platform == "darwin" else 1024  # macOS counts bytes, Linux kilobytes
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit / 1e9
+        # macOS counts bytes, Linux kilobytes
+        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024) / 1e9
 
 
 class Meter:
@@ -110,24 +122,36 @@ REGIONS = "data", "forward", "backward", "optimizer", "checkpoint"
 SCHEDULE = dict(wait=5, warmup=2, active=3)
 
 
+def tracer(schedule=None, ready=None, detail=False):
+    """A torch.profiler.profile of the CPU, and of CUDA where it is."""
+    import torch
+    if detail:  # torch 2.13's stacks point into code: keep that of modules which, say, a traced save imports
+        kept = []
+        sys.addaudithook(lambda event, args: kept.extend(args) if event == "exec" else None)
+    os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # or it writes its own progress among the run's lines
+    return torch.profiler.profile(
+        schedule=schedule and torch.profiler.schedule(**schedule), on_trace_ready=ready, record_shapes=detail,
+        with_stack=detail, profile_memory=detail, acc_events=True)  # without the last, torch 2.11 warns of more cycles
+
+
 class Profiler:
     """torch.profiler over a few steps of a run, see SCHEDULE; without a `folder` the same calls do nothing.
 
     Use it as the context of the training loop, call `step()` at the end of each turn, and name what a step does by
     `region(name)`. Each process writes trace_rank0.json.gz (for ui.perfetto.dev) and on CUDA, when the run ends, also
     when it ends for want of memory, memory_rank0.pickle (for pytorch.org/memory_viz); rank 0 writes operators.txt and
-    summary.txt.
+    summary.txt. With `detail` all know shapes, Python stacks and memory: a trace twice as large, so of a single step.
     """
 
-    def __init__(self, folder, device, rank=0, say=print):
-        self.folder, self.device, self.rank, self.say, self.trace = folder, device, rank, say, None
+    def __init__(self, folder, device, rank=0, say=print, detail=False):
+        self.folder, self.device, self.rank, self.say, self.detail, self.trace = folder, device, rank, say, detail, None
 
     def __enter__(self):
         if self.folder:
             import torch
             self.folder.mkdir(parents=True, exist_ok=True)
-            # By default it records the CPU, and CUDA where it is. The schedule starts it.
-            self.trace = torch.profiler.profile(schedule=torch.profiler.schedule(**SCHEDULE), on_trace_ready=self.write)
+            schedule = dict(SCHEDULE, warmup=4, active=1) if self.detail else SCHEDULE
+            self.trace = tracer(schedule, self.write, self.detail)  # the schedule starts it
             if self.device.type == "cuda":
                 torch.cuda.memory._record_memory_history(max_entries=100_000)
 
@@ -136,7 +160,8 @@ class Profiler:
             import torch
             torch.cuda.memory._dump_snapshot(str(self.folder / f"memory_rank{self.rank}.pickle"))
         if kind and kind.__name__ == "OutOfMemoryError":
-            print(f"{error} Take a smaller --micro_batch, --activation_checkpoint block, or --fsdp", file=sys.stderr)
+            print(f"{error} Take a smaller --micro_batch, --activation_checkpoint block, or --fsdp; what fills it "
+                  "--profile writes to memory_rank0.pickle", file=sys.stderr)
             os._exit(1)  # a tidy exit could wait for processes that wait for this one
         if self.trace:
             self.trace.on_trace_ready = None  # what it has may be half a step
@@ -163,35 +188,47 @@ class Profiler:
     def write(self, trace):
         """Write what torch.profiler has recorded; rank 0 prints the summary."""
         self.trace = None
-        trace.export_chrome_trace(str(self.folder / f"trace_rank{self.rank}.json.gz"))
+        file = self.folder / f"trace_rank{self.rank}.json.gz"
+        trace.export_chrome_trace(str(file))
         if self.rank == 0:
             order = f"self_{'device' if self.device.type == 'cuda' else 'cpu'}_time_total"
-            (self.folder / "operators.txt").write_text(trace.key_averages().table(order, row_limit=100))
-            summary = "\n".join(summarize(trace.events()) + compilations())
-            (self.folder / "summary.txt").write_text(summary + "\n")
-            self.say(f"---- {self.folder} ----\n{summary}\n----")
+            table = trace.key_averages(group_by_input_shape=self.detail).table(order, row_limit=100)
+            (self.folder / "operators.txt").write_text(table)
+            lines = [*summarize(trace.events()), *memory(self.device), *compilations()]
+            if file.stat().st_size > 50e6:
+                lines.append(f"{file.name} is above 50 MB: fewer micro-batches (--batch_size) make it smaller")
+            (self.folder / "summary.txt").write_text("\n".join(lines) + "\n")
+            self.say(f"---- {self.folder} ----", *lines, "----", sep="\n")
 
 
 def covered(events):
     """Microseconds in which at least one of the events was running."""
-    total = until = 0.0
-    for start, end in sorted((event.time_range.start, event.time_range.end) for event in events):
-        total += max(0.0, end - max(start, until))
-        until = max(until, end)
-    return total
+    spans = sorted((event.time_range.start, event.time_range.end) for event in events)
+    ends = itertools.accumulate((end for _, end in spans), max, initial=0.0)  # of all spans before
+    return sum(max(0.0, end - max(start, until)) for (start, end), until in zip(spans, ends))
 
 
-def summarize(events):
-    """Lines on where the traced steps' time went, from torch.profiler's events; all shares are of the steps' time.
+def parts(events):
+    """torch.profiler's events: the CPU's, the GPU's, those that communicate, and those that work.
 
-    Work is kernels on a GPU, operators and compiled graphs on a CPU. Communication is hidden while work is running.
+    Work is kernels on a GPU; on a CPU, operators that no other operator called, and compiled graphs.
     """
     host = [event for event in events if event.device_type.name == "CPU"]
     device = [event for event in events if event.device_type.name != "CPU" and not event.is_user_annotation]
     talk = [event for event in device or host if event.name.startswith(("nccl", "gloo:"))]
-    work = [event for event in device if not event.name.startswith("nccl")] or [
-        event for event in host if event.name.startswith("aten::") or "Compiled" in event.name]
-    duration = covered(event for event in host if event.name.startswith("ProfilerStep"))
+    return host, device, talk, [event for event in device if not event.name.startswith("nccl")] or [
+        event for event in host if "Compiled" in event.name or event.name.startswith("aten::")
+        and not (event.cpu_parent and event.cpu_parent.name.startswith("aten::"))]
+
+
+def summarize(events):
+    """Lines on where the traced steps' time went; all shares are of the steps' time.
+
+    Communication is hidden while work is running.
+    """
+    host, device, talk, work = parts(events)
+    steps = [event for event in host if event.name.startswith("ProfilerStep")]
+    duration = covered(steps)
     shares = {name: covered(event for event in host if event.name == name) / duration for name in REGIONS}
     idle = 1 - covered(work + talk) / duration
     exposed = (covered(work + talk) - covered(work)) / duration
@@ -205,13 +242,22 @@ def summarize(events):
         (idle - shares["checkpoint"], "small kernels: take --compile on or a larger --micro_batch"),
         (1, "compute-bound: take --dtype bf16 where it is fast, --compile on, or more processes")) if share > 0.2)
     return [
-        f"{SCHEDULE['active']} steps of {duration / SCHEDULE['active'] / 1e3:,.1f} ms: "
+        f"{len(steps)} steps of {duration / len(steps) / 1e3:,.1f} ms: "
         + ", ".join(f"{name} {time:.1%}" for name, time in shares.items()) + f", other {1 - sum(shares.values()):.1%}",
         f"{'GPU' if device else 'CPU'} idle {idle:.1%}, waiting for data {shares['data']:.1%}, communication hidden "
         f"{covered(talk) / duration - exposed:.1%}, not hidden {exposed:.1%}",
         *(f"{time / duration:6.1%}  {name[:100]}" for name, time in spent.most_common(10)),
         f"diagnosis: {diagnosis}",
     ]
+
+
+def memory(device):
+    """Line on the CUDA allocator: what it holds beyond what was ever in use at once is lost to fragmentation."""
+    if device.type == "cuda":
+        import torch
+        stats = torch.cuda.memory_stats(device)
+        used, held = (stats[f"{kind}_bytes.all.peak"] / 1e9 for kind in ("allocated", "reserved"))
+        yield f"peak memory {used:.2f} GB allocated, {held:.2f} GB reserved, fragmentation {1 - used / held:.1%}"
 
 
 def compilations():
@@ -228,8 +274,8 @@ def compilations():
 CURVES = "loss", "val_loss", "lr", "grad_norm", "tokens_per_s"
 
 
-def plot(folders):
-    """Draw metrics.jsonl of runs: FOLDER/metrics.png in the first one's by matplotlib, without it in the terminal."""
+def read_curves(folders):
+    """{folder: {name of CURVES: [(step, value), ...]}} from the metrics.jsonl of runs."""
     runs = {}
     for folder in folders:
         with open(os.path.join(folder, "metrics.jsonl"), encoding="utf-8") as file:  # a power cut may leave torn lines
@@ -238,52 +284,92 @@ def plot(folders):
             raise ValueError(f"{file.name} has no numbers yet")
         runs[folder] = {name: [(line["step"], line[name]) for line in lines if line.get(name) is not None]
                         for name in CURVES}
+    return runs
+
+
+def plot(runs):
+    """Draw the curves of runs: FOLDER/metrics.png in the first one's by matplotlib, without it in the terminal."""
     try:
-        from matplotlib.figure import Figure
+        from matplotlib import pyplot
     except ImportError:
         pictures = [{run: curves[name] for run, curves in runs.items() if curves[name]} for name in CURVES]
         return print(*(chart(name, curves) for name, curves in zip(CURVES, pictures) if curves), sep="\n\n")
-    figure = Figure(figsize=(8, 12), layout="constrained")
-    for name, axis in zip(CURVES, figure.subplots(len(CURVES), sharex=True)):
-        for run in runs:
-            axis.plot(*zip(*runs[run][name]), marker=".", label=run)
-        axis.set_ylabel(name)
-    axis.set_xlabel("step")
-    axis.legend()
-    figure.savefig(os.path.join(folders[0], "metrics.png"))
-    print(os.path.join(folders[0], "metrics.png"))
+    figure, axes = pyplot.subplots(2, 2, figsize=(8, 5), layout="constrained")
+    for name, axis in zip(CURVES, [axes[0, 0], *axes.flat]):  # the loss and the validation loss are one picture
+        axis.set(xlabel="step", ylabel=name.removeprefix("val_"))
+        for run, curves in runs.items():
+            axis.plot(*zip(*curves[name]), marker="o" if name == "val_loss" else None, label=f"{run} {name}")
+    axes[0, 0].legend()
+    file = os.path.join(next(iter(runs)), "metrics.png")
+    figure.savefig(file)
+    print(file)
+
+
+def write_events(runs):
+    """Write the curves of each run to FOLDER/tensorboard; what is there from an earlier call is hidden by it."""
+    from torch.utils.tensorboard import SummaryWriter
+    for folder, curves in runs.items():
+        with SummaryWriter(os.path.join(folder, "tensorboard"), purge_step=0) as writer:
+            for name, curve in curves.items():
+                for step, value in curve:
+                    writer.add_scalar(name, value, step)
+    print("tensorboard --logdir", *runs)
 
 
 def chart(title, curves, width=100, height=12):
     """Text picture of {name: [(x, y), ...]}: one letter a curve."""
     marks = dict(zip(curves, itertools.cycle("*o+x#")))
-    points = [(x, y, marks[name]) for name, curve in curves.items() for x, y in curve]
-    xs, ys, _ = zip(*points)
+    xs, ys = zip(*itertools.chain(*curves.values()))
+    left, right, bottom, top = min(xs), max(xs), min(ys), max(ys)
     grid = [[" "] * width for _ in range(height)]
-    for x, y, mark in points:
-        row = (max(ys) - y) / (max(ys) - min(ys) or 1) * (height - 1)
-        grid[round(row)][round((x - min(xs)) / (max(xs) - min(xs) or 1) * (width - 1))] = mark
+    for name, curve in curves.items():
+        for x, y in curve:
+            row = grid[round((top - y) / (top - bottom or 1) * (height - 1))]
+            row[round((x - left) / (right - left or 1) * (width - 1))] = marks[name]
     legend = ", ".join(f"{mark} {name}" for name, mark in marks.items())
-    return "\n".join([f"{title} {min(ys):.4g} to {max(ys):.4g}, steps {min(xs)} to {max(xs)}: {legend}",
-                      *("".join(row).rstrip() for row in grid)])
+    rows = "\n".join("".join(row).rstrip() for row in grid)
+    return f"{title} {bottom:.4g} to {top:.4g}, steps {left} to {right}: {legend}\n{rows}"
 
 
-def surroundings(train, run, batches):
-    """Yield what else a run waits for, as dicts: loading data alone, a checkpoint of either kind, generation."""
+@dataclass
+class PlotConfig:
+    """Draw the metrics of runs."""
+    folders: Annotated[list[str], "runs of train.py (out)"]
+    tensorboard: Annotated[bool, "write event files rather than a picture (pip install tensorboard)"] = False
+
+
+# Flags of train.py that the benchmark does not read, or sets itself.
+IDLE = ("out fsdp reshard offload replicas tp timeout activation_checkpoint steps max_skips save_every keep keep_every "
+        "async_save resume eval_every eval_tokens log_every profile profile_detail").split()
+
+
+def time_step(step, run, batches):
+    """Numbers of a row: medians of seven steps after two; `spread` is their quartiles' distance over the median.
+
+    `kernels` is how many a step launches; on a CPU it is the operators that no other operator called.
+    """
+    first, _, *rest = timeit.repeat(lambda: step(run, batches, 0)[0].item(), repeat=9, number=1)
+    q1, q2, q3 = sorted(rest)[1::2]
+    rate = run.config.batch_size * run.raw.config.seq_len / q2
+    row = dict(tokens_per_s=rate, spread=(q3 - q1) / q2, mfu=rate * run.meter.flops_per_token / run.meter.peak,
+               compile_s=first - q2, peak_mem_gb=peak_memory(run.world.device))
+    with tracer() as trace:
+        step(run, batches, 0)
+    return dict(row, kernels=len(parts(trace.events())[-1]))
+
+
+def surroundings(train, run, batches, rate):
+    """Yield what else a run of `rate` tokens/s waits for, as dicts: loading data alone, checkpoints, generation."""
     tokens = run.config.batch_size * run.raw.config.seq_len
     seconds = min(timeit.repeat(lambda: [next(batches) for _ in range(run.accumulation)], repeat=5, number=1))
-    yield {"data loading alone": "", "tokens_per_s": tokens / seconds}
-    stalls = []
+    yield {"data loading alone": "", "tokens_per_s": tokens / seconds, "times_the_step": tokens / seconds / rate}
     for kind in "sync", "async":
         with tempfile.TemporaryDirectory() as out:
             checkpointer = train.checkpoint.Checkpointer(out, asynchronous=kind == "async")
             for number in 1, 2:  # the first one gets the memory that an asynchronous save copies to
-                start = timeit.default_timer()
-                checkpointer.save(number, run.raw, run.optimizers)
-                stalls.append(timeit.default_timer() - start)
-                checkpointer.finish()
-            yield {"checkpoint": kind, "training_stalled_s": stalls[-1], "share_of_sync": stalls[-1] / stalls[1],
-                   "written_after_s": timeit.default_timer() - start}
+                stall = timeit.timeit(lambda: checkpointer.save(number, run.raw, run.optimizers), number=1)
+                written = stall + timeit.timeit(checkpointer.finish, number=1)
+            yield {"checkpoint": kind, "training_stalled_s": stall, "written_after_s": written}
     new = run.raw.config.seq_len // 2
     seconds = timeit.timeit(lambda: run.raw.eval().generate([[0]], new), number=1)
     yield {"generation": "", "tokens_per_s": new / seconds}
@@ -291,30 +377,33 @@ def surroundings(train, run, batches):
 
 def show(row, as_json):
     """Print a row of the benchmark, a dict."""
-    print(json.dumps(row) if as_json else "  ".join(f"{name} {value:<6.6}" for name, value in row.items()), flush=True)
+    cells = (f"{value:.5g}" if isinstance(value, int | float) else str(value) for value in row.values())
+    print(json.dumps(row) if as_json else "  ".join(map("{} {:<7}".format, row, cells)), flush=True)
 
 
 def main():
-    """Benchmark the optimizer step of the run that train.py's flags describe: a row for each way to compute it.
-
-    Medians of seven steps after two; `spread` is the distance of their quartiles as a share of the median.
-    """
+    """Benchmark the step of train.py's run, a row for each way to compute it; or `plot` runs, see PlotConfig."""
     import model
     import train
-    others, flags = [], [("json", Annotated[bool, "JSON lines instead of a table"], False)]
+
+    @dataclass
+    class Benchmark(train.TrainConfig):
+        """Time the optimizer step of the run that train.py's flags describe, and what else it waits for."""
+        json: Annotated[bool, "JSON lines instead of a table"] = False
+
     try:
         if sys.argv[1:2] == ["plot"]:
-            if wrong := [word for word in sys.argv[2:] if word.startswith("-")]:
-                train.distributed.refuse(f"profile.py plot takes folders of runs, found {wrong[0]}", 2)
-            return plot(sys.argv[2:] or ["out"])
-        config = train.parse_args(make_dataclass("Benchmark", flags, bases=(train.TrainConfig,)), "profile.py")
-        config.resume = "auto"
-        if config.fsdp or config.tp > 1 or config.profile:
-            train.distributed.refuse("profile.py: --fsdp, --tp and --profile have no effect on one process's step", 2)
+            config = train.parse_args(PlotConfig, "profile.py plot", sys.argv[2:])
+            return (write_events if config.tensorboard else plot)(read_curves(config.folders or ["out"]))
+        config = train.parse_args(Benchmark, "profile.py")
+        for name in IDLE:
+            if getattr(config, name) != getattr(train.TrainConfig, name):
+                train.distributed.refuse(f"profile.py: --{name} has no effect on one process's step: drop it", 2)
         world = train.distributed.World(train.distributed.find_device(config.device), writer=False)
         dtype, why_dtype = train.pick_dtype(config.dtype, world.device)
         compiled, why_compiled = train.pick_compile(config, world.device)
         print(f"rows beside fp32: {why_dtype}; compiled rows: {why_compiled}", file=sys.stderr)
+        others = []
         for compiled, dtype, recompute, chunks in itertools.product(
                 ["off", "on"][:1 + compiled], ["fp32", config.dtype.replace("auto", "bf16")][:4 // dtype.itemsize],
                 ["none", "block"], [1, 8]):
@@ -324,24 +413,18 @@ def main():
                 file.write("5")  # Linux: a new high-water mark of the process; elsewhere it is that of all rows so far
             row = dict(compile=compiled, dtype=dtype, activation_checkpoint=recompute)
             run = train.setup(replace(config, out=os.devnull, **row), world, train.pick_micro_batch(config, 1))
-            length, vocabulary = run.raw.config.seq_len, run.raw.config.vocab_size
-            model.CHUNK_BYTES = 4 * vocabulary * -(-run.micro_batch * length // chunks)
+            model.CHUNK_BYTES = 4 * run.raw.config.vocab_size * -(-run.micro_batch * run.raw.config.seq_len // chunks)
             batches = train.data.batches(run.dataset, 0, config.batch_size, run.micro_batch, device=world.device)
-            first, _, *rest = timeit.repeat(lambda: train.optimizer_step(run, batches, 0)[0].item(), repeat=9, number=1)
-            q1, q2, q3 = sorted(rest)[1::2]
-            rate = config.batch_size * length / q2
-            row |= dict(loss_chunks=str(chunks), tokens_per_s=rate, spread=(q3 - q1) / q2, compile_s=first - q2,
-                        mfu=rate * run.meter.flops_per_token / run.meter.peak, peak_mem_gb=peak_memory(world.device))
+            row |= dict(loss_chunks=str(chunks), **time_step(train.optimizer_step, run, batches))
             show(row, config.json)
-            others = others or list(surroundings(train, run, batches))  # of the first row's run
+            others = others or list(surroundings(train, run, batches, row["tokens_per_s"]))  # of the first row's run
             del run, batches
             train.distributed.stop(world)  # frees the model and what was compiled of it
         for row in others:
             show(row, config.json)
-    except (ValueError, OSError, ImportError, train.torch.OutOfMemoryError) as error:
-        sys.exit(f"profile.py: {error}")
-    except KeyboardInterrupt:
-        sys.exit("profile.py: interrupted")
+    except (ValueError, OSError, ImportError, train.torch.OutOfMemoryError, KeyboardInterrupt) as error:
+        hint = f" (pip install {error.name})" if getattr(error, "name", None) else ""
+        sys.exit(f"profile.py: {str(error) or 'interrupted'}{hint}")
 
 
 if __name__ == "__main__":

@@ -12,6 +12,7 @@ import contextlib
 import dataclasses
 import functools
 import gzip
+import importlib.util
 import io
 import itertools
 import json
@@ -757,8 +758,10 @@ def test_what_cannot_be_leaves_what_is_there():
         with open(d / "out/metrics.jsonl", "a") as file:
             file.write('{"step": 3, "lo')
         assert command(profile, "plot", d / "out")[0] == 0
-        for argv in ["--tp=2"], ["plot", "--typo"]:
-            assert command(profile, *argv)[0] == 2
+        for argv in ["--tp=2"], ["--save_every=9"], ["--resume=never"], ["--no_reshard", "--fsdp"], ["plot", "--typo"]:
+            code, output = command(profile, *argv)
+            assert code == 2 and output.count("\n") == 1 and argv[-1].split("=")[0] in output, output
+        assert set(profile.IDLE) < {field.name for field in dataclasses.fields(TrainConfig)}
         model = tiny()
         with torch.no_grad():
             model.embed.weight[0, 0] = 1e30
@@ -768,16 +771,29 @@ def test_what_cannot_be_leaves_what_is_there():
 
 
 def test_profile_leaves_the_standard_library_alone():
-    """With the project first on the path, cProfile and what imports it work."""
+    """With the project first on the path, cProfile, pdb and what imports them work, also on the main job itself."""
     script = """
 import cProfile, pstats, profile, io
 cProfile.run("sum(range(10))", "/dev/null" if __import__("os").name != "nt" else "nul")
 profile.Profile().runctx("sum(range(10))", {}, {})
+import pdb
+pdb.Pdb(stdin=io.StringIO("step\\ncontinue\\n"), stdout=io.StringIO()).run("sum(range(10))")
 import torch.distributed.checkpoint, torch._dynamo
 assert profile.__file__.endswith("profile.py") and profile.Meter
 print("fine")"""
     assert run_python("-c", script).strip() == "fine"
-    assert "usage" in run_python("-m", "cProfile", "-h", cwd=HERE).lower()
+    output = run_python("-m", "cProfile", "-s", "cumtime", "train.py", "--help", cwd=HERE)
+    assert "--profile_detail" in output and "function calls" in output and "train.py:1(<module>)" in output, output
+
+
+def test_prun_of_ipython_from_the_projects_folder():
+    """%prun takes `cProfile`, which imports `profile`."""
+    if not importlib.util.find_spec("IPython"):
+        raise Skip("pip install ipython")
+    script = """
+from IPython.core.interactiveshell import InteractiveShell
+print(InteractiveShell.instance().run_line_magic("prun", "-q -r sum(range(10))").total_calls)"""
+    assert int(run_python("-c", script, cwd=HERE).split()[-1]) > 1
 
 
 def test_mfu_of_a_matrix_product_is_100_percent():
@@ -802,6 +818,28 @@ def test_mfu_of_a_matrix_product_is_100_percent():
     assert profile.peak_flops(cpu, torch.float32, 5.0) == (5e12, "--peak_tflops")
 
 
+def test_peaks_of_gpus_are_the_data_sheets():
+    """By the names that drivers give; GeForce cards at their reference boost clocks have NVIDIA's published figures.
+
+    Only a part of a GPU, and a name that merely holds a known one, are not in the table.
+    """
+    for name, peak in [("NVIDIA A100-SXM4-80GB", 312), ("NVIDIA H100 80GB HBM3", 989), ("NVIDIA H100 PCIe", 756),
+                       ("NVIDIA H200", 989), ("NVIDIA B200", 2250), ("NVIDIA L4", 121), ("NVIDIA L40S", 362),
+                       ("AMD Instinct MI300X", 1307), ("NVIDIA H100 80GB HBM3 MIG 1g.10gb", None),
+                       ("NVIDIA RTX A1000", None), ("NVIDIA T4", None)]:
+        assert profile.data_sheet(SimpleNamespace(name=name)) == peak, name
+    for name, multiprocessors, mhz, peak in [
+            ("3060", 28, 1777, 25.5), ("3070", 46, 1725, 40.6), ("3080", 68, 1710, 59.5), ("3090", 82, 1695, 71.2),
+            ("3090 Ti", 84, 1860, 80.0), ("4060", 24, 2460, 30.2), ("4080", 76, 2505, 97.5), ("4090", 128, 2520, 165.2),
+            ("5070", 48, 2512, 61.7), ("5080", 84, 2617, 112.6), ("5090", 170, 2407, 209.5)]:
+        gpu = SimpleNamespace(name=f"NVIDIA GeForce RTX {name}", multi_processor_count=multiprocessors,
+                              clock_rate=1000 * mhz)
+        assert abs(profile.data_sheet(gpu) / peak - 1) < 0.003, (name, profile.data_sheet(gpu))
+        with mock.patch.object(torch.cuda, "get_device_properties", lambda _: gpu):
+            flops, source = profile.peak_flops(torch.device("cuda"), torch.bfloat16)
+        assert abs(flops / peak / 1e12 - 1) < 0.003 and source == f"NVIDIA GeForce RTX {name}'s dense peak"
+
+
 def profiled(d, *flags):
     """Output of a short run in folder d with --profile, and the shares of its step in percent."""
     code, output = train_here(f"--data={d}/data", f"--out={d}/out", "--resume=never", "--profile", *flags)
@@ -816,11 +854,13 @@ def test_profile_of_a_run_says_where_its_time_went():
         output, shares = profiled(d, "--steps=11", "--n_embd=128", "--seq_len=64")
         assert abs(sum(shares[name] for name in profile.REGIONS) - 100) < 5, output
         assert "data-bound" not in output and "communication-bound" not in output, output
-        with gzip.open(d / "out/profile/trace_rank0.json.gz", "rt") as file:
-            names = [event.get("name") for event in json.load(file)["traceEvents"]]
+        events = trace_of(d)
+        names = [event.get("name") for event in events]
         assert names.count("optimizer") == names.count("backward") == profile.SCHEDULE["active"], set(names)
+        assert not any("Input Dims" in event.get("args", {}) for event in events)
+        assert (d / "out/profile/trace_rank0.json.gz").stat().st_size < 1e6
         assert "aten::mm" in (d / "out/profile/operators.txt").read_text()
-        assert (d / "out/profile/summary.txt").read_text() in output
+        assert (d / "out/profile/summary.txt").read_text() in output and "above 50 MB" not in output
 
         read = data.TokenDataset.__getitems__
         with mock.patch.object(data.TokenDataset, "__getitems__", lambda *args: time.sleep(0.05) or read(*args)):
@@ -829,14 +869,66 @@ def test_profile_of_a_run_says_where_its_time_went():
         assert "no profile: it takes 10 steps, this run had 7" in profiled(d, "--steps=7")[0]
 
 
+def trace_of(d):
+    with gzip.open(d / "out/profile/trace_rank0.json.gz", "rt") as file:
+        return json.load(file)["traceEvents"]
+
+
+def test_profile_detail_has_shapes_stacks_and_memory():
+    """In the trace of a single step, for it is twice as large, and in the table of operators."""
+    with folder() as d:
+        data.prepare([model_file.__file__], d / "data")
+        output = profiled(d, "--steps=10", "--n_layer=1", "--profile_detail")[0]
+        assert "1 steps of" in output and "Input Shapes" in (d / "out/profile/operators.txt").read_text(), output
+        events = trace_of(d)
+        names = [event.get("name", "") for event in events]
+        assert names.count("optimizer") == 1 and "[memory]" in names, set(names)
+        assert any("train.py" in name and "optimizer_step" in name for name in names), set(names)
+        assert any("Input Dims" in event.get("args", {}) for event in events)
+
+
+def traced(name, start, end, device="CUDA", annotation=False, parent=None):
+    """An event as torch.profiler has them, in microseconds."""
+    return SimpleNamespace(name=name, is_user_annotation=annotation, device_type=SimpleNamespace(name=device),
+                           time_range=SimpleNamespace(start=start, end=end, elapsed_us=lambda: end - start),
+                           cpu_parent=parent, self_cpu_time_total=end - start)
+
+
+def test_summary_on_cuda_has_fragmentation_and_a_trace_too_large_is_said():
+    """The allocator's peaks as torch.cuda.memory_stats has them; a file of 60 MB (a hole, no bytes on the disk)."""
+    events = [traced("ProfilerStep#7", 0, 100, "CPU", True), traced("gemm", 0, 90)]
+    trace = SimpleNamespace(events=lambda: events, key_averages=lambda **_: SimpleNamespace(table=lambda *_, **__: ""),
+                            export_chrome_trace=lambda path: (Path(path).touch(), os.truncate(path, 60_000_000)))
+    stats = {"allocated_bytes.all.peak": 3 * 10 ** 9, "reserved_bytes.all.peak": 4 * 10 ** 9}
+    with folder() as d, mock.patch.object(torch.cuda, "memory_stats", lambda device: stats):
+        code, output = exit_of(profile.Profiler(d, torch.device("cuda")).write, trace)
+    assert "3.00 GB allocated, 4.00 GB reserved, fragmentation 25.0%" in output, output
+    assert "trace_rank0.json.gz is above 50 MB" in output and "--batch_size" in output, output
+
+
+def test_kernels_are_those_of_the_gpu_or_operators_that_no_other_called():
+    linear = traced("aten::linear", 0, 9, "CPU")
+    host = [linear, traced("aten::addmm", 1, 8, "CPU", parent=linear), traced("forward", 0, 20, "CPU"),
+            traced("aten::mul", 10, 12, "CPU", parent=traced("forward", 0, 20, "CPU"))]
+    assert [event.name for event in profile.parts(host)[-1]] == ["aten::linear", "aten::mul"]
+    device = [traced("gemm", 0, 9), traced("ncclDevKernel", 0, 9), traced("forward", 0, 9, annotation=True)]
+    assert [event.name for event in profile.parts(host + device)[-1]] == ["gemm"]
+
+
 def test_a_graph_break_is_reported_with_its_line():
     """A planted .item() and a change of shape, each with the place it comes from."""
     def planted(x):
         return x + x.sum().item()
     torch.compiler.reset()
     compiled, line = torch.compile(planted, backend="eager"), planted.__code__.co_firstlineno + 1
-    compiled(torch.ones(3)), compiled(torch.ones(3, 3))
-    found = profile.compilations()
+    with folder() as d:
+        profiler = profile.Profiler(d, torch.device("cpu"), say=lambda *_, **__: None)
+        with profiler:
+            for n in range(sum(profile.SCHEDULE.values())):
+                with profiler.region("forward"):
+                    compiled(torch.ones(*[3] * (1 + n % 2)))
+                profiler.step()
+        found = (d / "summary.txt").read_text().splitlines()
     torch.compiler.reset()
     broken = [text for text in found if "graph break" in text and f"test_all.py, line {line}" in text]
     assert len(broken) == 1 and "item" in broken[0], found
@@ -845,12 +937,9 @@ def test_a_graph_break_is_reported_with_its_line():
 
 def test_communication_is_hidden_while_work_is_running():
     """The arithmetic of a GPU's trace: two streams of kernels, half of the communication beside a product."""
-    def event(name, start, end, device="CUDA", annotation=False):
-        return SimpleNamespace(name=name, is_user_annotation=annotation, device_type=SimpleNamespace(name=device),
-                               time_range=SimpleNamespace(start=start, end=end, elapsed_us=lambda: end - start))
-    events = [event("ProfilerStep*", 0, 100, "CPU", True), event("forward", 0, 40, "CPU", True),
-              event("backward", 40, 100, "CPU", True), event("forward", 0, 100, annotation=True),
-              event("gemm", 0, 50), event("ncclDevKernel", 30, 70), event("gemm", 70, 80)]
+    events = [traced("ProfilerStep*", 0, 100, "CPU", True), traced("forward", 0, 40, "CPU", True),
+              traced("backward", 40, 100, "CPU", True), traced("forward", 0, 100, annotation=True),
+              traced("gemm", 0, 50), traced("ncclDevKernel", 30, 70), traced("gemm", 70, 80)]
     text = "\n".join(profile.summarize(events))
     for words in ["GPU idle 20.0%", "hidden 20.0%, not hidden 20.0%", "forward 40.0%", "60.0%  gemm", "40.0%  nccl"]:
         assert words in text, (words, text)
@@ -867,12 +956,18 @@ def test_profiling_off_costs_nothing_and_want_of_memory_is_one_line():
                 profiler.step()
         assert time.perf_counter() - start < 0.1 and profiler.region("data").__class__ is contextlib.nullcontext
 
-    def fill():
-        with profiler:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
-    with mock.patch.object(os, "_exit", sys.exit):
-        code, output = exit_of(fill)
-    assert code == 1 and "20.00 MiB" in output and "--micro_batch" in output and output.count("\n") == 1, output
+    snapshots = []
+    with folder() as d, mock.patch.object(os, "_exit", sys.exit), \
+            mock.patch.object(torch.cuda.memory, "_record_memory_history", lambda **_: None), \
+            mock.patch.object(torch.cuda.memory, "_dump_snapshot", snapshots.append):
+        for profiler in profiler, profile.Profiler(d, torch.device("cuda"), rank=1):
+            def fill():
+                with profiler:
+                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+            code, output = exit_of(fill)
+            assert code == 1 and output.count("\n") == 1, output
+            assert all(word in output for word in ["20.00 MiB", "--micro_batch", "memory_rank", "--profile"]), output
+        assert snapshots == [str(d / "memory_rank1.pickle")]
 
 
 def test_plot_of_runs():
@@ -882,25 +977,59 @@ def test_plot_of_runs():
             (d / run).mkdir()
             lines = [dict(step=n, loss=start - n / 10, lr=0.1, grad_norm=1.0, tokens_per_s=9.0) for n in range(1, 11)]
             (d / run / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
-        with mock.patch.dict(sys.modules, {"matplotlib.figure": None}):
-            _, output = exit_of(profile.plot, [d / "a", d / "b"])
+        runs = profile.read_curves([d / "a", d / "b"])
+        with mock.patch.dict(sys.modules, {"matplotlib": None}):
+            _, output = exit_of(profile.plot, runs)
         assert output.startswith("loss 2 to 3.9, steps 1 to 10: * "), output
         assert output.count("steps 1 to 10") == 4 and "val_loss" not in output, output  # nobody has evaluated yet
         top, *_, bottom = output.splitlines()[1:13]
         assert top.startswith("*") and bottom.endswith("o") and len(bottom) == 100, output
         with mock.patch.object(sys, "argv", ["profile.py", "plot", f"{d}/nothing"]):
             assert "nothing" in str(exit_of(profile.main)[0])
-        with contextlib.suppress(ImportError):
-            import matplotlib.figure
-            profile.plot([d / "a", d / "b"])
-            assert (d / "a/metrics.png").stat().st_size > 10_000
+        with mock.patch.object(sys, "argv", ["profile.py", "plot", f"{d}/a", "--tensorboard"]), \
+                mock.patch.dict(sys.modules, {"tensorboard": None}):
+            sys.modules.pop("torch.utils.tensorboard", None)
+            code = exit_of(profile.main)[0]
+        assert "pip install tensorboard" in code and "\n" not in code, code
+
+
+def plotted(*flags):
+    """`python profile.py plot` of a run of ten steps, two evaluated -> (output, the run's folder's files)."""
+    with folder() as d:
+        lines = [dict(step=n, loss=4 - n / 10, lr=0.1, grad_norm=1.0, tokens_per_s=9.0) for n in range(1, 11)]
+        lines += [dict(step=n, val_loss=4.0) for n in (5, 10)]
+        (d / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+        with mock.patch.object(sys, "argv", ["profile.py", "plot", str(d), *flags]):
+            code, output = exit_of(profile.main)
+        assert code == 0 and str(d) in output, (code, output)
+        yield d
+
+
+def test_plot_by_matplotlib():
+    if not importlib.util.find_spec("matplotlib"):
+        raise Skip("pip install matplotlib")
+    for d in plotted():
+        assert 10_000 < (d / "metrics.png").stat().st_size < 100_000
+
+
+def test_plot_for_tensorboard():
+    """Each curve with its steps; what a second call writes takes the first one's place."""
+    if not importlib.util.find_spec("tensorboard"):
+        raise Skip("pip install tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+    for d in plotted("--tensorboard"):
+        profile.write_events(profile.read_curves([d]))
+        events = EventAccumulator(str(d / "tensorboard")).Reload()
+        found = {name: [(event.step, round(event.value, 4)) for event in events.Scalars(name)]
+                 for name in events.Tags()["scalars"]}
+        assert found == profile.read_curves([d])[d], found
 
 
 def test_benchmark_of_a_step():
     """A JSON line for each combination that this machine has, in words what it leaves out, and no file."""
     with folder() as d:
         data.prepare([model_file.__file__], d / "data")
-        flags = [*SMALL[:-2], "--compile=off", "--json", f"--data={d}/data", f"--out={d}/out"]
+        flags = [*SMALL[:-2], "--compile=off", "--json", f"--data={d}/data"]
         with mock.patch.object(sys, "argv", ["profile.py", *flags]), \
                 mock.patch.object(model_file, "CHUNK_BYTES", model_file.CHUNK_BYTES):  # which it changes
             code, output = exit_of(profile.main)
@@ -911,7 +1040,9 @@ def test_benchmark_of_a_step():
         assert all(0 < row["training_stalled_s"] <= row["written_after_s"] for row in checkpoints), output
         assert len({(row["activation_checkpoint"], row["loss_chunks"]) for row in rows}) == len(rows) == 4, output
         assert "compiled rows: off" in output and all(row["tokens_per_s"] > 0 < row["mfu"] for row in rows), output
-        assert not (d / "out").exists()
+        assert loading["times_the_step"] > 1 and all(row["kernels"] > 100 for row in rows), output
+        assert rows[2]["activation_checkpoint"] == "block" and rows[2]["kernels"] > rows[0]["kernels"], output
+        assert [path.name for path in d.iterdir()] == ["data"]
 
 
 def test_readme_names_what_exists():
@@ -923,7 +1054,7 @@ def test_readme_names_what_exists():
         if file in files and names not in ("py", "bin"):
             functools.reduce(getattr, names.split("."), files[file])
     assert not set(re.findall(r"\btest_\w+", text)) - globals().keys() - {"test_all"}
-    commands = TrainConfig, data.DataConfig, model_file.SampleConfig, checkpoint.CheckpointConfig
+    commands = TrainConfig, profile.PlotConfig, data.DataConfig, model_file.SampleConfig, checkpoint.CheckpointConfig
     known = {field.name for command in commands for field in dataclasses.fields(command)}
     others = """help gpus gpu json list slow standalone nproc_per_node nnodes rdzv_id rdzv_backend rdzv_endpoint
         max-restarts monitor-interval rdzv_conf nodes ntasks-per-node gpus-per-node cpus-per-task time signal"""
@@ -2695,6 +2826,7 @@ def test_the_main_job_on_two_processes_and_then_on_one():
         torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2", train_file.__file__]
         output = run_python(*torchrun, *SMALL, f"--out={d}/out", *flags, "--steps=12", "--fsdp", "--profile")
         assert len([*d.glob("out/profile/trace_rank[01].json.gz")]) == 2 and output.count("diagnosis") == 1, output
+        assert "USDT" not in output and "Warning" not in output, output
         assert "2 processes" in output and "sample" in output and "complete at step 12" in output, output
         shutil.rmtree(d / "out/checkpoints/step_00000012")
         code, output = train_here(f"--out={d}/out", *flags, "--steps=12")

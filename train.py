@@ -92,6 +92,7 @@ class TrainConfig:
     eval_tokens: Annotated[int, "tokens of an evaluation; 0: the whole validation split"] = 2 ** 16
     log_every: Annotated[int, "steps between printed lines"] = 10
     profile: Annotated[bool, "trace three steps into OUT/profile and say where their time went"] = False
+    profile_detail: Annotated[bool, "the same of one step, with shapes, stacks and memory"] = False
     peak_tflops: Annotated[float | None, "what MFU is measured against; default: data sheet, or measured"] = None
 
     def __post_init__(self):
@@ -364,8 +365,8 @@ def setup(config, world, micro_batch):
         cut_metrics(Path(config.out, "metrics.jsonl"), run.step)
     peak, source = profile.peak_flops(world.device, dtype, config.peak_tflops)
     run.meter = profile.Meter(run.raw.flops_per_token(fields.seq_len), peak * world.size, world.device)
-    profiled = config.profile and Path(config.out, "profile")
-    run.profiler = profile.Profiler(profiled, world.device, world.rank, say)
+    profiled = (config.profile or config.profile_detail) and Path(config.out, "profile")
+    run.profiler = profile.Profiler(profiled, world.device, world.rank, say, config.profile_detail)
     run.accumulation = config.batch_size // world.data_size // micro_batch
 
     say(f"data      {config.data}: {run.dataset.tokens:,} tokens to train on, {run.validation.tokens:,} to validate, "
