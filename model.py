@@ -19,7 +19,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from attention import KVCache, attend, model_mask, soft_cap
+from attention import KVCache, attend, causal, document_starts, model_mask, soft_cap
 
 # Logits of more bytes than this are made chunk by chunk. 8192 tokens x 50304 ids in fp32 are 1.6 GB, and the softmax's
 # backward doubles it; a chunk costs a second product with the head in the backward pass (a third of the head's work).
@@ -49,6 +49,7 @@ class ModelConfig:
     dropout: float = 0.0
     window: int = 0  # a token sees so many of the newest tokens, itself among them; 0: all
     doc_start: int = -1  # the id that begins a document, to which attention keeps; -1: attention crosses documents
+    restart_positions: bool = False  # each document's count from 0; with RoPE, which sees differences, all but the same
     softcap: float = 0.0  # limit of the attention scores, s -> softcap tanh(s / softcap); 0: none
     head_softcap: float = 0.0  # the same of the logits
 
@@ -56,6 +57,8 @@ class ModelConfig:
         """Derive what is zero; raise ValueError where the numbers do not make a network."""
         if self.doc_start is None:
             raise ValueError("a mask of documents needs the id that begins one: \"eot\" of meta.json is null")
+        if self.restart_positions and self.doc_start < 0:
+            raise ValueError("--restart_positions has no effect without --doc_mask: add --doc_mask, or drop it")
         bounds = dict.fromkeys(("vocab_size", "seq_len", "n_layer", "n_head", "n_embd"), (1, math.inf))
         # A window of seq_len would have no effect.
         bounds.update(dropout=(0, 1), window=(0, self.seq_len), softcap=(0, math.inf), head_softcap=(0, math.inf))
@@ -238,34 +241,37 @@ class GPT(nn.Module):
         return torch.empty(shape).normal_(0.0, std, generator=generator)
 
     def rope(self, positions):
-        """Cosines and sines of `positions` (T,) or (B, 1, T): a pair of (..., T, D); None with learned positions."""
+        """Cosines and sines of `positions` (..., T): a pair of (..., T, D); None with learned positions."""
         if self.position is not None:
             return None
         angle = positions[..., None].float() * self.rope_frequency  # (..., T, D/2)
         cos, sin = angle.cos(), angle.sin()
         return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
-    def hidden(self, tokens, cache=None):
-        """tokens (B, T) -> the last norm's output (B, T, C). With a cache the tokens continue what is in it."""
-        start = 0 if cache is None else cache.length
-        positions = torch.arange(start, start + tokens.size(1), device=tokens.device)  # (T,)
-        mask = model_mask(tokens, positions, self.config, self.backend if cache is None else "auto", cache)
+    def hidden(self, tokens, cache=None, rule=causal):
+        """tokens (B, T) -> the last norm's output (B, T, C); cache and rule as for `forward`."""
+        past = cache or KVCache(0)
+        index = torch.arange(past.length, past.length + tokens.size(1), device=tokens.device)[None]  # (1, T)
+        origin = document_starts(tokens, index, self.config.doc_start, past)  # (B, T)
+        mask = model_mask(tokens, origin, self.config, self.backend if cache is None else "auto", cache, rule)
+        # Each row counts from its own first real token, or from the document's.
+        positions = (index - (origin if self.config.restart_positions else past.padding)).clamp(min=0)  # (1 or B, T)
         x = self.embed(tokens)  # (B, T, C)
         if self.position is not None:
-            padding = 0 if cache is None else cache.padding  # each row counts from its own first real token
-            x = x + self.position((positions - padding).clamp(min=0))
-        x, rope = self.dropout(x), self.rope(positions)
+            x = x + self.position(positions)
+        x, rope = self.dropout(x), self.rope(positions[:, None])
         for block in self.blocks:
             x = block(x, rope, mask, cache)
         return self.norm(x)
 
-    def forward(self, tokens, targets=None, cache=None, last=False):
+    def forward(self, tokens, targets=None, cache=None, last=False, rule=causal):
         """Logits (B, T, V), or with `targets` (B, T) the fp32 *sum* of the losses over all targets that are not -100.
 
-        The sum, not the mean: only the caller knows how many targets the whole global batch has. `last` sends the last
-        position alone through the head, (B, 1, V): all that generation needs.
+        The sum, not the mean: only the caller knows how many targets the whole global batch has. With a `cache` the
+        tokens continue what is in it. `last` sends the last position alone through the head, (B, 1, V): all that
+        generation needs. `rule` is the mask predicate that stands in causal's place, as `prefix_lm(lengths)`.
         """
-        x = self.hidden(tokens, cache)
+        x = self.hidden(tokens, cache, rule)
         weight = self.embed.weight if self.head is None else self.head.weight  # (V, C)
         if targets is None:
             return soft_cap(F.linear(x[:, -1:] if last else x, weight), self.config.head_softcap)
@@ -295,7 +301,8 @@ class GPT(nn.Module):
         return 6 * matrices + 12 * self.config.n_layer * self.config.n_head * self.config.head_dim * keys
 
     @torch.no_grad()
-    def stream(self, prompts, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, stop=None, vocab=None):
+    def stream(self, prompts, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, stop=None, vocab=None,
+               rule=causal):
         """Yield, for each new position, the list of B next token ids; None for a row that has already produced `stop`.
 
         `prompts` is a list of B non-empty lists of ids, of any lengths up to seq_len. With RoPE it goes on past seq_len
@@ -312,11 +319,11 @@ class GPT(nn.Module):
         # (B, T): shorter prompts are filled up in front, so that all end together
         tokens = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=self.embed.weight.device)
         padding = torch.tensor([[longest - len(p)] for p in prompts], device=tokens.device)  # (B, 1)
-        cache = KVCache(self.config.window or limit, padding if padding.any() else 0)
+        cache = KVCache(self.config.window or limit, padding if padding.any() else 0, longest + max_new_tokens)
         generator = None if seed is None else torch.Generator(tokens.device).manual_seed(seed)
         done = torch.zeros(len(prompts), dtype=torch.bool, device=tokens.device)
         for _ in range(max_new_tokens):
-            logits = self(tokens, cache=cache, last=True)[:, 0, :vocab].float()  # (B, V)
+            logits = self(tokens, cache=cache, last=True, rule=rule)[:, 0, :vocab].float()  # (B, V)
             tokens = pick(logits, temperature, top_k, top_p, generator)  # (B, 1)
             yield [None if end else token for token, end in zip(tokens[:, 0].tolist(), done.tolist())]
             done |= tokens[:, 0] == (-1 if stop is None else stop)

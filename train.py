@@ -76,6 +76,7 @@ class TrainConfig:
     sdpa: Annotated[Literal["auto", "flash", "cudnn", "efficient", "math"], "auto: the faster"] = "auto"
     window: Annotated[int | None, "attention sees so many of the newest tokens; default: all"] = None
     doc_mask: Annotated[bool, "attention keeps to its document, which an end-of-text token begins"] = False
+    restart_positions: Annotated[bool, "with --doc_mask: each document's positions count from 0"] = False
     softcap: Annotated[float | None, "limit of the attention scores, by tanh; Gemma 2 has 50"] = None
     head_softcap: Annotated[float | None, "limit of the logits, by tanh; Gemma 2 has 30"] = None
     save_every: Annotated[int, "steps between checkpoints; 0: only at the end"] = 100
@@ -318,9 +319,9 @@ def setup(config, world, micro_batch):
                     tokenizer=run.dataset.meta["tokenizer"], data=os.path.abspath(config.data))
     resumed = open_run(run)
 
-    dtype, why_dtype = pick_dtype(config.dtype, world.device)
+    dtype, why_dtype = world.agree(pick_dtype(config.dtype, world.device))
     compiled, why_compile = pick_compile(config.compile, world.device)
-    backend, note = pick_backend(config.attention, config.sdpa, fields, world.device, dtype)
+    backend, note = world.agree(pick_backend(config.attention, config.sdpa, fields, world.device, dtype))
     with torch.device("meta"):
         run.raw = GPT(fields, backend)
     if config.init_from and resumed is None:
