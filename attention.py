@@ -89,7 +89,7 @@ def model_mask(tokens, origin, config, backend, cache=None, rule=causal):
     (batch, queries), device = tokens.shape, tokens.device
     keys = queries if cache is None else cache.advance(queries)
     window = config.window if config.window < keys else 0
-    plain, key = rule is causal and origin is None, (window, backend, keys, device)
+    plain, key = rule is causal and origin is None, (backend == "flex", window, keys, device)
     # SDPA has the triangle of T == S by itself, and the newest token sees all that a cache keeps.
     if plain and not window and queries in (1, keys) and backend not in ("flex", "reference") and not config.softcap:
         return None

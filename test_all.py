@@ -539,26 +539,29 @@ def test_compiled_equals_eager_without_graph_breaks(backend="aot_eager"):
 def test_slow_masks_leave_two_compiled_graphs():
     """Fifty steps, five evaluations, a sample: one graph for training, one without gradients. Flex: the same."""
     from torch._dynamo.testing import CompileCounterWithBackend
-    for backend in "auto", "flex":
+    masks = dict(window=4), dict(doc_start=7, restart_positions=True), dict(window=4, doc_start=7, softcap=2.0), {}
+    for backend, fields in itertools.product(("auto", "flex"), masks):
         torch._dynamo.reset()
-        model = tiny(backend, n_layer=1, window=4, doc_start=7, softcap=2.0)
-        plain = tiny(n_layer=1, window=4, doc_start=7, softcap=2.0)
+        model, plain = tiny(backend, n_layer=1, **fields), tiny(n_layer=1, **fields)
+        with torch.no_grad():
+            model(torch.zeros(1, 16, dtype=torch.int64))  # the masks of this shape, which `pick_backend` makes on a GPU
         counter = CompileCounterWithBackend("eager")
         compiled = torch.compile(model, backend=counter, fullgraph=True)
         for step in range(50):
             tokens = torch.randint(64, (2, 17))
             tokens[:, step % 16] = 7
             x, y = tokens[:, :-1], tokens[:, 1:]
+            rule = {} if fields else dict(rule=attention.prefix_lm(tokens[:, 0] % 9))
             if backend == "auto":  # Flex has no backward pass on a CPU
-                compiled(x, y).backward()
+                compiled(x, y, **rule).backward()
             if step % 10 == 0:
                 with torch.no_grad():
-                    assert abs(compiled(x, y) / plain(x, y) - 1) < 1e-5
+                    assert abs(compiled(x, y, **rule) / plain(x, y, **rule) - 1) < 1e-5
         with torch.compiler.set_stance("force_eager"):
             model.generate([[1, 2, 3]], 10)
         with torch.no_grad():
-            compiled(x, y)
-        assert counter.frame_count <= 2, counter.frame_count
+            compiled(x, y, **rule)
+        assert counter.frame_count <= 2, (backend, fields, counter.frame_count)
 
 
 def test_slow_flex_compiled_on_a_cpu():
@@ -2856,6 +2859,20 @@ def test_checkpointed_blocks_recompute_what_they_should():
         gradients[policy] = torch.cat([p.grad.flatten() for p in raw.parameters()])
     assert counts["selective"] == counts["none"] < counts["block"], counts
     assert torch.equal(gradients["none"], gradients["selective"]) and torch.equal(gradients["none"], gradients["block"])
+
+
+@mock.patch.object(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+def test_selective_checkpoint_keeps_what_flex_made():
+    """As far as a CPU can say, which has no backward pass of it: asked again, the same output, whatever the inputs."""
+    from torch.utils.checkpoint import create_selective_checkpoint_contexts
+    q, zeros = torch.randn(1, 2, 9, 8), torch.zeros(1, 2, 9, 8)
+    mask = attention.make_mask(attention.causal, "flex", 9, 9, q.device)
+    forward, again = create_selective_checkpoint_contexts(distributed.expensive_ops())
+    with forward:
+        out = attend(q, q, q, mask, "flex")
+    with again:
+        other = attend(zeros, zeros, zeros, mask, "flex")
+    assert torch.equal(other, out)
 
 
 def test_planner():
