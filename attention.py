@@ -89,11 +89,11 @@ def model_mask(tokens, origin, config, backend, cache=None, rule=causal):
     (batch, queries), device = tokens.shape, tokens.device
     keys = queries if cache is None else cache.advance(queries)
     window = config.window if config.window < keys else 0
-    plain, key = rule is causal and origin is None, (backend == "flex", window, keys, device)
+    plain, key = rule is causal and origin is None, (backend == "flex", window, queries, keys, device)
     # SDPA has the triangle of T == S by itself, and the newest token sees all that a cache keeps.
     if plain and not window and queries in (1, keys) and backend not in ("flex", "reference") and not config.softcap:
         return None
-    if plain and cache is None and key in MASKS:
+    if plain and key in MASKS:
         return MASKS[key]
     rules = [rule if cache is None else cache.counted(rule, keys)]
     if window:
@@ -102,7 +102,7 @@ def model_mask(tokens, origin, config, backend, cache=None, rule=causal):
         rules.append(document(origin if cache is None else cache.extend("origin", origin[..., None])[..., 0]))
     mask = make_mask(and_masks(*rules), backend, queries, keys, device, 1 if plain else batch,
                      1 if rule is causal else config.n_head)
-    if plain and cache is None and len(MASKS) < 8 and not torch.compiler.is_compiling():
+    if plain and len(MASKS) < 8 and not torch.compiler.is_compiling():
         MASKS[key] = mask
     return mask
 
@@ -238,8 +238,7 @@ class KVCache:
 
     def counted(self, rule, keys):
         """`rule` for indices among the newest `keys`: it is told those that count from each row's first real token."""
-        padding = self.padding[..., None, None] if torch.is_tensor(self.padding) else 0  # (B, 1, 1, 1)
-        shift = self.length - keys - padding
+        shift = self.length - keys - (self.padding[..., None, None] if torch.is_tensor(self.padding) else 0)
         return lambda b, h, q_idx, kv_idx: rule(b, h, q_idx + shift, kv_idx + shift)
 
 

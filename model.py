@@ -80,13 +80,9 @@ class ModelConfig:
 
 GPT2 = dict(vocab_size=50257, seq_len=1024, norm="layernorm", position="learned", mlp="gelu", bias=True, tied=True,
             norm_eps=1e-5)
+# Llama 3.1's and 3.2's stretch of the rotary positions from 8,192 tokens; the factor is each model's own.
+STRETCH = dict(rope_type="llama3", low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
 LLAMA = dict(vocab_size=128256, seq_len=131072, n_kv_head=8, n_head=32, norm_eps=1e-5, rope_theta=500000.0)
-
-
-def llama3_scaling(factor):
-    """Llama 3.1's and 3.2's stretch of the rotary positions from 8,192 tokens by `factor`."""
-    return dict(rope_type="llama3", factor=factor, low_freq_factor=1.0, high_freq_factor=4.0,
-                original_max_position_embeddings=8192)
 
 
 PRESETS = {
@@ -95,8 +91,9 @@ PRESETS = {
     "gpt2-medium": dict(n_layer=24, n_head=16, n_embd=1024, **GPT2),
     "gpt2-large": dict(n_layer=36, n_head=20, n_embd=1280, **GPT2),
     "gpt2-xl": dict(n_layer=48, n_head=25, n_embd=1600, **GPT2),
-    "llama-3.2-1b": dict(n_layer=16, n_embd=2048, n_hidden=8192, tied=True, rope_scaling=llama3_scaling(32.0), **LLAMA),
-    "llama-3.1-8b": dict(n_layer=32, n_embd=4096, n_hidden=14336, rope_scaling=llama3_scaling(8.0), **LLAMA),
+    "llama-3.2-1b": dict(n_layer=16, n_embd=2048, n_hidden=8192, tied=True, rope_scaling=dict(STRETCH, factor=32.0),
+                         **LLAMA),
+    "llama-3.1-8b": dict(n_layer=32, n_embd=4096, n_hidden=14336, rope_scaling=dict(STRETCH, factor=8.0), **LLAMA),
     "qwen3-0.6b": dict(vocab_size=151936, seq_len=40960, n_layer=28, n_head=16, n_kv_head=8, n_embd=1024, head_dim=128,
                        n_hidden=3072, tied=True, qk_norm=True, rope_theta=1e6),
 }
@@ -127,9 +124,8 @@ def rotate(x, rope):
 
 def make_norm(config):
     """The network's norm over C; both compute their statistics in fp32 under autocast, for their input is fp32."""
-    if config.norm == "rmsnorm":
-        return nn.RMSNorm(config.n_embd, eps=config.norm_eps)
-    return nn.LayerNorm(config.n_embd, eps=config.norm_eps, bias=config.bias)
+    width, eps = config.n_embd, config.norm_eps
+    return nn.RMSNorm(width, eps=eps) if config.norm == "rmsnorm" else nn.LayerNorm(width, eps=eps, bias=config.bias)
 
 
 class Attention(nn.Module):
@@ -241,9 +237,7 @@ class GPT(nn.Module):
         return torch.empty(shape).normal_(0.0, std, generator=generator)
 
     def rope(self, positions):
-        """Cosines and sines of `positions` (..., T): a pair of (..., T, D); None with learned positions."""
-        if self.position is not None:
-            return None
+        """Cosines and sines of `positions` (..., T): a pair of (..., T, D)."""
         angle = positions[..., None].float() * self.rope_frequency  # (..., T, D/2)
         cos, sin = angle.cos(), angle.sin()
         return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
@@ -256,10 +250,11 @@ class GPT(nn.Module):
         mask = model_mask(tokens, origin, self.config, self.backend if cache is None else "auto", cache, rule)
         # Each row counts from its own first real token, or from the document's.
         positions = (index - (origin if self.config.restart_positions else past.padding)).clamp(min=0)  # (1 or B, T)
+        rope = self.rope(positions[:, None]) if self.position is None else None  # a pair of (1 or B, 1, T, D)
         x = self.embed(tokens)  # (B, T, C)
         if self.position is not None:
             x = x + self.position(positions)
-        x, rope = self.dropout(x), self.rope(positions[:, None])
+        x = self.dropout(x)
         for block in self.blocks:
             x = block(x, rope, mask, cache)
         return self.norm(x)
@@ -353,7 +348,7 @@ class SampleConfig:
     """Sample from the newest checkpoint of a run."""
     run: Annotated[str, "a run (--out of train.py), a Hugging Face folder, or nanoGPT's ckpt.pt"]
     prompt: Annotated[list[str], "text to continue; none: the beginning of a document"] = field(default_factory=list)
-    tokens: Annotated[int | None, "how many new tokens; default: 200, or what learned positions leave"] = None
+    tokens: Annotated[int, "how many new tokens; 0: 200, or what learned positions leave"] = 0
     temperature: Annotated[float, "0 takes the likeliest token, 1 samples the model's own distribution"] = 0.8
     top_k: Annotated[int, "sample among the K likeliest tokens; 0: all"] = 0
     top_p: Annotated[float, "sample among the fewest tokens that hold this probability"] = 1.0
@@ -362,17 +357,13 @@ class SampleConfig:
 
     def __post_init__(self):
         """Refuse what no sampling does."""
-        tokens = 1 if self.tokens is None else self.tokens
-        if not (tokens >= 1 and self.temperature >= 0 and self.top_k >= 0 and 0 < self.top_p <= 1):
-            raise ValueError("expected --tokens >= 1, --temperature >= 0, --top_k >= 0 and 0 < --top_p <= 1")
+        if not (self.tokens >= 0 and self.temperature >= 0 and self.top_k >= 0 and 0 < self.top_p <= 1):
+            raise ValueError("expected --tokens >= 0, --temperature >= 0, --top_k >= 0 and 0 < --top_p <= 1")
 
 
 def main():
     """Stream a sample: each character is printed when its last byte has come."""
-    import checkpoint
-    import data
-    import distributed
-    from train import parse_args
+    from train import checkpoint, data, distributed, parse_args
     config = parse_args(SampleConfig, "model.py")
     try:
         model, extra = checkpoint.open_model(config.run, lambda fields: GPT(ModelConfig(**fields)))
@@ -388,9 +379,8 @@ def main():
         text = codecs.getincrementaldecoder("utf-8")(errors="replace")
         for token, in model.stream([ids], config.tokens or room, config.temperature, config.top_k, config.top_p,
                                    config.seed, tokenizer.eot_token, tokenizer.n_vocab):
-            if token != tokenizer.eot_token:
-                shown += text.decode(tokenizer.decode_single_token_bytes(token))
-            print(shown, end="", flush=True)
+            new = b"" if token == tokenizer.eot_token else tokenizer.decode_single_token_bytes(token)
+            print(shown + text.decode(new), end="", flush=True)
             shown = ""
         print(text.decode(b"", final=True))
     except (ValueError, OSError, RuntimeError) as error:  # RuntimeError: the model's numbers are not finite

@@ -2060,7 +2060,7 @@ PUBLISHED = {  # shapes that transformers has a class for, each odd in its own w
     "gpt2": dict(SHAPES["gpt2"], norm_eps=1e-5, tied=True), "gpt2-untied": dict(SHAPES["gpt2"], n_hidden=100),
     "llama": dict(n_kv_head=2), "llama-mqa": dict(tied=True, n_kv_head=1, head_dim=24, n_hidden=96, rope_theta=5e5),
     "llama3": dict(n_kv_head=2, norm_eps=1e-5, rope_scaling=dict(
-        model_file.llama3_scaling(8.0), original_max_position_embeddings=16)),
+        dict(model_file.STRETCH, factor=8.0), original_max_position_embeddings=16)),
     "qwen3": dict(qk_norm=True, n_kv_head=2, head_dim=32), "qwen3-tied": dict(qk_norm=True, tied=True, rope_theta=1e6),
 }
 
