@@ -252,6 +252,8 @@ def test_positions_restart_with_each_document():
         assert differ[0, :6].max() < 1e-5 and (differ[0, 6:].min() > 1e-2) == (shape["position"] == "learned"), differ
         assert differ.max() < 1e-5 or shape["position"] == "learned"
     fails(ValueError, "--restart_positions without --doc_mask", ModelConfig, restart_positions=True)
+    configs = [checkpoint.hf_config(dataclasses.asdict(m.config)) for m in (model, plain, tiny(**SHAPES["gpt2"]))]
+    assert configs[0] == configs[1] == configs[2], "one document, which is what is continued, has the same positions"
 
 
 def test_masks_are_built_once_per_shape_or_batch():
@@ -780,7 +782,8 @@ def test_wrong_input_to_training_is_one_line():
                 (["--attention=flex"], 1, "--attention flex CPU"), (["--sdpa=cudnn"], 1, "--sdpa cudnn"),
                 (["--attention=sdpa", "--softcap=9"], 1, "--attention sdpa soft-capping"),
                 (["--attention=reference", "--sdpa=math"], 2, "--attention reference --sdpa math"),
-                (["--window=-1"], 2, "window -1"), (["--window=32"], 2, "window 32 < 32"),
+                (["--restart_positions"], 2, "--restart_positions --doc_mask"), (["--window=-1"], 2, "window -1"),
+                (["--window=32"], 2, "window 32 < 32"),
                 (["--softcap=nan"], 2, "softcap nan"),
                 (["--data=nowhere"], 1, "nowhere data.py"), (["--seq_len=100000"], 1, "--seq_len 100000"),
                 ([f"--out={d}/file"], 1, "file"), (["--resume=7"], 1, "7")]:
