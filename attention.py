@@ -47,17 +47,16 @@ def prefix_lm(lengths):
 
 
 def make_mask(predicate, backend, queries, keys, device, batch=1, heads=1):
-    """Predicate -> what `attend` takes as mask: for "flex" a BlockMask, else bool, True where allowed.
+    """Predicate -> what `attend` takes as mask: for "flex" a BlockMask, else bool (1 or B, 1 or H, T, S), True: allowed.
 
-    The latter has the shape that the predicate gives it, say (T, S) or (B, 1, T, S), which stands for (B, H, T, S).
     The queries are the *last* T of the S positions. `batch`, `heads` may stay 1 where the predicate asks for neither.
     Every query must see some key: the softmax over none is NaN.
     """
     if backend == "flex" and queries == keys:
         return fused(create_block_mask, device)(predicate, batch, heads, queries, keys, device)
     b, h = torch.arange(batch, device=device).view(-1, 1, 1, 1), torch.arange(heads, device=device).view(1, -1, 1, 1)
-    kv_idx = torch.arange(keys, device=device)
-    return predicate(b, h, kv_idx[keys - queries:, None], kv_idx)
+    kv_idx = torch.arange(keys, device=device).view(1, 1, 1, -1)
+    return predicate(b, h, kv_idx[..., keys - queries:].mT, kv_idx)
 
 
 def document_starts(tokens, index, doc_start, past):
@@ -102,7 +101,8 @@ def model_mask(tokens, origin, config, backend, cache=None, rule=causal):
         rules.append(document(origin if cache is None else cache.extend("origin", origin[..., None])[..., 0]))
     mask = make_mask(and_masks(*rules), backend, queries, keys, device, 1 if plain else batch,
                      1 if rule is causal else config.n_head)
-    if plain and len(MASKS) < 8 and not torch.compiler.is_compiling():
+    # Not what an inference_mode makes, which no training may use.
+    if plain and len(MASKS) < 8 and not (torch.compiler.is_compiling() or torch.is_inference_mode_enabled()):
         MASKS[key] = mask
     return mask
 

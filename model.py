@@ -135,6 +135,7 @@ class Attention(nn.Module):
         super().__init__()
         self.layer, self.backend, self.config, self.dropout = layer, backend, config, config.dropout
         C, D = config.n_embd, config.head_dim
+        # Three products, not one: tensor parallelism gives each process whole heads of each, and k, v may have fewer.
         self.q = nn.Linear(C, config.n_head * D, bias=config.bias)
         self.k, self.v = (nn.Linear(C, config.n_kv_head * D, bias=config.bias) for _ in range(2))
         self.o = nn.Linear(config.n_head * D, C, bias=config.bias)
@@ -148,6 +149,7 @@ class Attention(nn.Module):
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))  # (B, H, T, D), (B, K, T, D), (B, K, T, D)
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
+        # Kept after their rotation: a key's angle is that of its own position, whoever looks at it later.
         if cache is not None:
             k, v = cache.extend(f"k{self.layer}", k), cache.extend(f"v{self.layer}", v)  # (B, K, S, D)
         y = attend(q, k, v, mask, "auto" if cache else self.backend, self.dropout * self.training, self.config.softcap)
@@ -181,6 +183,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, rope=None, mask=None, cache=None):
+        """x (B, T, C) -> (B, T, C). Rotary tables and mask are made once for all blocks, see `GPT.hidden`."""
         x = x + self.dropout(self.attn(self.attn_norm(x), rope, mask, cache))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
@@ -243,12 +246,15 @@ class GPT(nn.Module):
         return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
 
     def hidden(self, tokens, cache=None, rule=causal):
-        """tokens (B, T) -> the last norm's output (B, T, C); cache and rule as for `forward`."""
+        """tokens (B, T) -> the last norm's output (B, T, C); cache and rule as for `forward`.
+
+        `index` counts the tokens of a row with the filler in front of them, and goes on in a cache. Positions count
+        from the row's first real token, with `restart_positions` from the document's: a filled-up row is as if alone.
+        """
         past = cache or KVCache(0)
         index = torch.arange(past.length, past.length + tokens.size(1), device=tokens.device)[None]  # (1, T)
         origin = document_starts(tokens, index, self.config.doc_start, past)  # (B, T)
         mask = model_mask(tokens, origin, self.config, self.backend if cache is None else "auto", cache, rule)
-        # Each row counts from its own first real token, or from the document's.
         positions = (index - (origin if self.config.restart_positions else past.padding)).clamp(min=0)  # (1 or B, T)
         rope = self.rope(positions[:, None]) if self.position is None else None  # a pair of (1 or B, 1, T, D)
         x = self.embed(tokens)  # (B, T, C)
@@ -317,6 +323,7 @@ class GPT(nn.Module):
         cache = KVCache(self.config.window or limit, padding if padding.any() else 0, longest + max_new_tokens)
         generator = None if seed is None else torch.Generator(tokens.device).manual_seed(seed)
         done = torch.zeros(len(prompts), dtype=torch.bool, device=tokens.device)
+        # The first pass takes the whole prompts, each later one the token that was drawn last: the cache has the rest.
         for _ in range(max_new_tokens):
             logits = self(tokens, cache=cache, last=True, rule=rule)[:, 0, :vocab].float()  # (B, V)
             tokens = pick(logits, temperature, top_k, top_p, generator)  # (B, 1)
