@@ -47,7 +47,7 @@ def prefix_lm(lengths):
 
 
 def make_mask(predicate, backend, queries, keys, device, batch=1, heads=1):
-    """Predicate -> what `attend` takes as mask: for "flex" a BlockMask, else bool (1 or B, 1 or H, T, S), True: allowed.
+    """Predicate -> what `attend` takes as mask: for "flex" a BlockMask, else bool (1 or B, 1 or H, T, S), True if seen.
 
     The queries are the *last* T of the S positions. `batch`, `heads` may stay 1 where the predicate asks for neither.
     Every query must see some key: the softmax over none is NaN.
@@ -67,14 +67,14 @@ def document_starts(tokens, index, doc_start, past):
     """
     if doc_start < 0 and not torch.is_tensor(past.padding):
         return None
-    begins = (tokens == doc_start) | (index == past.padding)
-    origin = torch.where(begins, index, past.origin).cummax(dim=1).values  # (B, T)
+    # The newest beginning so far: a running maximum over the indices of those tokens that are one.
+    origin = torch.where((tokens == doc_start) | (index == past.padding), index, past.origin).cummax(dim=1).values
     past.origin = origin[:, -1:]
     return origin
 
 
 # Those that follow from the shape alone are made once. In a dict, not by functools.cache, which torch.compile ignores:
-# what it finds in a dict is an input of its graph. It stores none there: a graph that does is compiled a second time.
+# what it finds in a dict is an input of its graph. It stores none there, for the next call would compile once more.
 MASKS = {}
 
 
@@ -92,8 +92,9 @@ def model_mask(tokens, origin, config, backend, cache=None, rule=causal):
     # SDPA has the triangle of T == S by itself, and the newest token sees all that a cache keeps.
     if plain and not window and queries in (1, keys) and backend not in ("flex", "reference") and not config.softcap:
         return None
-    if plain and key in MASKS:
-        return MASKS[key]
+    for known in MASKS if plain else ():  # compared: looked up, torch.compile would make a graph for each length
+        if known == key:
+            return MASKS[known]
     rules = [rule if cache is None else cache.counted(rule, keys)]
     if window:
         rules.append(sliding_window(window))
@@ -154,8 +155,9 @@ def attend(q, k, v, mask=None, backend="auto", dropout=0.0, softcap=0.0):
         def modify(score, b, h, q_idx, kv_idx):
             return soft_cap(score, softcap)
         return fused(flex_attention, q.device)(q, k, v, modify, mask, enable_gqa=shared)
+    triangle = True if mask is None and queries > 1 else False  # a bool, where torch.compile has a symbol for queries
     with sdpa_kernel(KERNELS[backend]) if backend in KERNELS else contextlib.nullcontext():
-        return F.scaled_dot_product_attention(q, k, v, mask, dropout, mask is None and queries > 1, enable_gqa=shared)
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout, triangle, enable_gqa=shared)
 
 
 def gradients(q, k, v, mask, backend, **options):

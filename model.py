@@ -242,8 +242,7 @@ class GPT(nn.Module):
     def rope(self, positions):
         """Cosines and sines of `positions` (..., T): a pair of (..., T, D)."""
         angle = positions[..., None].float() * self.rope_frequency  # (..., T, D/2)
-        cos, sin = angle.cos(), angle.sin()
-        return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+        return torch.cat([angle, angle], dim=-1).cos(), torch.cat([-angle, angle], dim=-1).sin()
 
     def hidden(self, tokens, cache=None, rule=causal):
         """tokens (B, T) -> the last norm's output (B, T, C); cache and rule as for `forward`.

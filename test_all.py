@@ -275,6 +275,14 @@ def test_masks_are_built_once_per_shape_or_batch():
     for length in range(5, 16):
         model(tokens[:, :length])
     assert len(attention.MASKS) <= 8
+    for fields in {}, dict(window=4):  # lengths that vary: the first one's graph, one for all, one for those in a window
+        torch._dynamo.reset()
+        attention.MASKS.clear()
+        model, graphs, parts = tiny(**fields), [], [tokens[:, :length] for length in (9, 10, 12, 7, 3)]
+        call = torch.compile(model, backend=lambda graph, inputs: graphs.append(graph) or graph, fullgraph=True)
+        found = [call(part) for part in parts]
+        assert all((logits - model(part)).abs().max() < 1e-5 for logits, part in zip(found, parts))
+        assert len(graphs) <= 3, len(graphs)
 
 
 def test_a_rule_in_causals_place():
