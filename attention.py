@@ -33,58 +33,79 @@ def causal(b, h, q_idx, kv_idx):
 
 def sliding_window(size):
     """A query sees no key older than the newest `size`, its own among them; combine it with `causal`."""
-    def mask(b, h, q_idx, kv_idx):
-        return q_idx - kv_idx < size
-    return mask
+    return lambda b, h, q_idx, kv_idx: q_idx - kv_idx < size
 
 
 def document(ids):
     """A query sees its own document; `ids` (B, S) is the number of the document that each position belongs to."""
-    def mask(b, h, q_idx, kv_idx):
-        return ids[b, q_idx] == ids[b, kv_idx]
-    return mask
+    return lambda b, h, q_idx, kv_idx: ids[b, q_idx] == ids[b, kv_idx]
 
 
 def prefix_lm(lengths):
     """All see the first `lengths` (B,) tokens of their sequence; those behind them also what came before."""
-    def mask(b, h, q_idx, kv_idx):
-        return (kv_idx < lengths[b]) | (q_idx >= kv_idx)
-    return mask
+    return lambda b, h, q_idx, kv_idx: (kv_idx < lengths[b]) | (q_idx >= kv_idx)
 
 
 def make_mask(predicate, backend, queries, keys, device, batch=1, heads=1):
-    """Predicate -> what `attend` takes as mask: for "flex" a BlockMask, else bool (B, H, T, S), True where allowed.
+    """Predicate -> what `attend` takes as mask: for "flex" a BlockMask, else bool (1 or B, 1 or H, T, S), True if seen.
 
     The queries are the *last* T of the S positions. `batch`, `heads` may stay 1 where the predicate asks for neither.
     Every query must see some key: the softmax over none is NaN.
     """
     if backend == "flex" and queries == keys:
         return fused(create_block_mask, device)(predicate, batch, heads, queries, keys, device)
-    b, h = torch.arange(batch, device=device).view(-1, 1, 1, 1), torch.arange(heads, device=device).view(-1, 1, 1)
-    kv_idx = torch.arange(keys, device=device)
-    return predicate(b, h, kv_idx[keys - queries:, None], kv_idx).expand(batch, heads, queries, keys)  # (B, H, T, S)
+    b, h = torch.arange(batch, device=device).view(-1, 1, 1, 1), torch.arange(heads, device=device).view(1, -1, 1, 1)
+    kv_idx = torch.arange(keys, device=device).view(1, 1, 1, -1)
+    return predicate(b, h, kv_idx[..., keys - queries:].mT, kv_idx)
 
 
-def model_mask(tokens, positions, config, backend, cache=None):
-    """The mask of one forward pass over `tokens` (B, T), made once for all layers; None where plain causal says it.
+def document_starts(tokens, index, doc_start, past):
+    """At which index the document of each of `tokens` (B, T) began, (B, T); None where all are one document.
 
-    By the fields of `config`: causal; among the newest `window` tokens (0: all); not beyond the newest `doc_start`,
-    the id that begins a document (-1: none). Positions count on over documents, for RoPE sees their differences alone;
-    so do targets: a document's last one is the token that begins the next, as generation ends with it.
-    The filler in front of a short prompt is like a document before it.
+    `index` (1, T) numbers the tokens, and the id `doc_start` begins a document (-1: none does). A document may have
+    begun in `past`, the KVCache, and long have left it; the filler in front of a short prompt is one, too.
     """
-    rules, (batch, queries) = [causal], tokens.shape
-    keys = queries if cache is None else cache.advance(queries)
-    if config.window:
-        rules.append(sliding_window(config.window))
-    if config.doc_start >= 0 or cache is not None and torch.is_tensor(cache.padding):
-        starts = tokens == config.doc_start
-        if cache is not None:
-            starts = cache.extend("starts", (starts | (positions == cache.padding))[..., None])[..., 0]
-        rules.append(document(starts.cumsum(dim=1)))  # equal numbers: no token in between begins another
-    if len(rules) == 1 and backend not in ("flex", "reference"):
+    if doc_start < 0 and not torch.is_tensor(past.padding):
         return None
-    return make_mask(and_masks(*rules), backend, queries, keys, tokens.device, batch)
+    # The newest beginning so far: a running maximum over the indices of those tokens that are one.
+    origin = torch.where((tokens == doc_start) | (index == past.padding), index, past.origin).cummax(dim=1).values
+    past.origin = origin[:, -1:]
+    return origin
+
+
+# Those that follow from the shape alone are made once. In a dict, not by functools.cache, which torch.compile ignores:
+# what it finds in a dict is an input of its graph. It stores none there, for the next call would compile once more.
+MASKS = {}
+
+
+def model_mask(tokens, origin, config, backend, cache=None, rule=causal):
+    """The mask of one forward pass over `tokens` (B, T), one for all layers; None where SDPA needs none.
+
+    It is `rule`, and by the fields of `config`: among the newest `window` tokens (0: all), in the own document, of
+    which `origin` says where it began (from `document_starts`). A document's last target is the token that begins the
+    next, as generation ends with it.
+    """
+    (batch, queries), device = tokens.shape, tokens.device
+    keys = queries if cache is None else cache.advance(queries)
+    window = config.window if config.window < keys else 0
+    plain, key = rule is causal and origin is None, (backend == "flex", window, queries, keys, device)
+    # SDPA has the triangle of T == S by itself, and the newest token sees all that a cache keeps.
+    if plain and not window and queries in (1, keys) and backend not in ("flex", "reference") and not config.softcap:
+        return None
+    for known in MASKS if plain else ():  # compared: looked up, torch.compile would make a graph for each length
+        if known == key:
+            return MASKS[known]
+    rules = [rule if cache is None else cache.counted(rule, keys)]
+    if window:
+        rules.append(sliding_window(window))
+    if origin is not None:  # equal where no token in between begins another document
+        rules.append(document(origin if cache is None else cache.extend("origin", origin[..., None])[..., 0]))
+    mask = make_mask(and_masks(*rules), backend, queries, keys, device, 1 if plain else batch,
+                     1 if rule is causal else config.n_head)
+    # Not what an inference_mode makes, which no training may use.
+    if plain and len(MASKS) < 8 and not (torch.compiler.is_compiling() or torch.is_inference_mode_enabled()):
+        MASKS[key] = mask
+    return mask
 
 
 # ---- kernels ----
@@ -134,8 +155,9 @@ def attend(q, k, v, mask=None, backend="auto", dropout=0.0, softcap=0.0):
         def modify(score, b, h, q_idx, kv_idx):
             return soft_cap(score, softcap)
         return fused(flex_attention, q.device)(q, k, v, modify, mask, enable_gqa=shared)
+    triangle = True if mask is None and queries > 1 else False  # a bool, where torch.compile has a symbol for queries
     with sdpa_kernel(KERNELS[backend]) if backend in KERNELS else contextlib.nullcontext():
-        return F.scaled_dot_product_attention(q, k, v, mask, dropout, mask is None and queries > 1, enable_gqa=shared)
+        return F.scaled_dot_product_attention(q, k, v, mask, dropout, triangle, enable_gqa=shared)
 
 
 def gradients(q, k, v, mask, backend, **options):
@@ -168,10 +190,11 @@ def pick_backend(attention, sdpa, config, device, dtype):
     flex = ["flex"] if cuda and (config.window or config.doc_start >= 0 or config.softcap) else []
     names = {"auto": [*flex, *KERNELS, "reference"], "sdpa": [*KERNELS]}.get(attention, [attention])
     tokens = torch.zeros(1, config.seq_len if cuda else 8, dtype=torch.int64, device=device)
+    origin = tokens if config.doc_start >= 0 else None  # one document, which begins at 0
     q, k, v = (torch.zeros(1, heads, tokens.size(1), config.head_dim, device=device, dtype=dtype, requires_grad=True)
                for heads in (config.n_head, config.n_kv_head, config.n_kv_head))
     for name in names if sdpa == "auto" else {sdpa}.intersection(names):
-        found[name] = attempt(lambda: gradients(q, k, v, model_mask(tokens, None, config, name), name,
+        found[name] = attempt(lambda: gradients(q, k, v, model_mask(tokens, origin, config, name), name,
                                                 dropout=config.dropout, softcap=config.softcap))
         if found[name][0] < math.inf and (name != "flash" or not cuda):
             break
@@ -188,11 +211,16 @@ class KVCache:
     """What later tokens need of the earlier ones: the newest `capacity` of each layer's keys and values, in order.
 
     A capacity of the model's window loses nothing, whether tokens come one at a time, in chunks, or in a prompt longer
-    than it. `padding` (B, 1) counts the filler tokens in front of each prompt of a batch of unequal lengths.
+    than it. `tokens`: how many will come in all, if that is known, for no more memory is taken. `padding` (B, 1) counts
+    the filler tokens in front of each prompt of a batch of unequal lengths.
+
+    The buffers are rings that never wrap: when one is full, what is still needed moves to the front of a fresh one with
+    room for a further `capacity`. That is a copied token for each new one, and what a query sees is a slice in order.
     """
 
-    def __init__(self, capacity, padding=0):
-        self.stored, self.capacity, self.length, self.padding = {}, capacity, 0, padding
+    def __init__(self, capacity, padding=0, tokens=math.inf):
+        self.stored, self.capacity, self.padding = {}, capacity, padding
+        self.room, self.length, self.origin = min(tokens, capacity), 0, 0
 
     def advance(self, queries):
         """`queries` more tokens come -> S, how many they may look at, themselves among them. Once a forward pass."""
@@ -201,9 +229,19 @@ class KVCache:
 
     def extend(self, name, new):
         """Put `new` (..., T, D) behind what is stored under `name` -> what these T may look at, (..., S, D)."""
-        kept = torch.cat([self.stored.get(name, new[..., :0, :]), new], dim=-2)
-        self.stored[name] = kept[..., -(self.capacity + new.size(-2) - 1):, :]
-        return self.stored[name]
+        buffer, end = self.stored.get(name, (new[..., :0, :], 0))
+        first, more = max(0, end - self.capacity + 1), new.size(-2)
+        if end + more > buffer.size(-2):
+            space = new.new_empty(*new.shape[:-2], max(self.room, more), new.size(-1))
+            buffer, first, end = torch.cat([buffer[..., first:end, :], space], dim=-2), 0, end - first
+        buffer[..., end:end + more, :] = new
+        self.stored[name] = buffer, end + more
+        return buffer[..., first:end + more, :]
+
+    def counted(self, rule, keys):
+        """`rule` for indices among the newest `keys`: it is told those that count from each row's first real token."""
+        shift = self.length - keys - (self.padding[..., None, None] if torch.is_tensor(self.padding) else 0)
+        return lambda b, h, q_idx, kv_idx: rule(b, h, q_idx + shift, kv_idx + shift)
 
 
 def main():

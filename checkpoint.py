@@ -459,8 +459,9 @@ def hf_config(fields):
     """config.json of the class that is a GPT of `fields`; ValueError names the field that no class of theirs has."""
     kind = "gpt2" if fields["position"] == "learned" else "qwen3" if fields["qk_norm"] else "llama"
     family = FAMILIES[kind]
-    # No part of the weights' meaning: dropout; document masks (what is continued is one document); RoPE in GPT-2.
-    free = {"dropout", "doc_start", "rope_theta", "rope_scaling", *family["fields"].values()}
+    # No part of the weights' meaning: dropout; document masks and what restarts with them (what is continued is one
+    # document); RoPE in GPT-2.
+    free = {"dropout", "doc_start", "restart_positions", "rope_theta", "rope_scaling", *family["fields"].values()}
     has = {"n_kv_head": fields["n_head"], "head_dim": fields["n_embd"] / fields["n_head"], **family["fixed"]}
     plain = fields | {"mlp": fields["mlp"].removesuffix("_exact")}  # GPT-2's class has both forms of the GELU
     for name, value in plain.items():

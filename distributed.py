@@ -58,6 +58,13 @@ class World:
             dist.all_reduce(votes, dist.ReduceOp.MAX)
         return bool(votes)
 
+    def agree(self, value):
+        """Rank 0's `value` on all processes: of what each has measured, which may have come out differently."""
+        values = [value]
+        if self.mesh is not None:
+            dist.broadcast_object_list(values)
+        return values[0]
+
     @contextmanager
     def first(self):
         """Run the body on rank 0, then on the first process of every other machine, then on the rest.
@@ -258,7 +265,7 @@ def shard(raw, world, param_dtype=torch.float32, activation_checkpoint="none", c
 # the heads or hidden units, the row-wise product after it sums over them: one collective for two matrices. Between the
 # pairs activations are sharded over the sequence (Korthikanti et al. 2022): norms and residuals cost 1/tp as much.
 PLAN = {
-    "embed": "table", "position": "positions", "norm": "norm", "head": "column",
+    "embed": "table", "position": "table", "norm": "norm", "head": "column",
     "attn_norm": "norm", "q": "column", "k": "column", "v": "column", "q_norm": "heads", "k_norm": "heads", "o": "row",
     "mlp_norm": "norm", "gate": "column", "up": "column", "down": "row",
 }
@@ -271,7 +278,6 @@ def tensor_parallel(raw, world):
         "column": [parallel.ColwiseParallel()],
         "row": [parallel.RowwiseParallel(output_layouts=Shard(1))],  # a reduce-scatter over the sequence
         "table": [parallel.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(1))],
-        "positions": [parallel.RowwiseParallel(input_layouts=Replicate(), output_layouts=Shard(0))],  # (T, C): no batch
         # The norm works on T/tp tokens; its output is gathered once for all the products that read it.
         "norm": [parallel.SequenceParallel(), parallel.PrepareModuleOutput(
             output_layouts=Shard(1), desired_output_layouts=Replicate(), use_local_output=False)],
@@ -307,9 +313,11 @@ def checkpoint_activations(block, selective):
 
 def expensive_ops():
     """Operators whose outputs cost more to recompute than to keep: matrix products and every attention kernel."""
+    from torch.nn.attention import flex_attention  # noqa: F401, it defines the operator of this name
     kernels = "flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu"
     names = ["mm", "addmm", "bmm"] + [f"_scaled_dot_product_{kernel}" for kernel in kernels]
-    return [getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name)]
+    return [torch.ops.higher_order.flex_attention,
+            *(getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name))]
 
 
 def fully_shard_blocks(raw, world, param_dtype, reshard_after_forward, offload):

@@ -19,7 +19,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 from torch.utils.checkpoint import checkpoint
 
-from attention import KVCache, attend, model_mask, soft_cap
+from attention import KVCache, attend, causal, document_starts, model_mask, soft_cap
 
 # Logits of more bytes than this are made chunk by chunk. 8192 tokens x 50304 ids in fp32 are 1.6 GB, and the softmax's
 # backward doubles it; a chunk costs a second product with the head in the backward pass (a third of the head's work).
@@ -49,6 +49,7 @@ class ModelConfig:
     dropout: float = 0.0
     window: int = 0  # a token sees so many of the newest tokens, itself among them; 0: all
     doc_start: int = -1  # the id that begins a document, to which attention keeps; -1: attention crosses documents
+    restart_positions: bool = False  # each document's count from 0; with RoPE, which sees differences, all but the same
     softcap: float = 0.0  # limit of the attention scores, s -> softcap tanh(s / softcap); 0: none
     head_softcap: float = 0.0  # the same of the logits
 
@@ -56,6 +57,8 @@ class ModelConfig:
         """Derive what is zero; raise ValueError where the numbers do not make a network."""
         if self.doc_start is None:
             raise ValueError("a mask of documents needs the id that begins one: \"eot\" of meta.json is null")
+        if self.restart_positions and self.doc_start < 0:
+            raise ValueError("--restart_positions has no effect without --doc_mask: add --doc_mask, or drop it")
         bounds = dict.fromkeys(("vocab_size", "seq_len", "n_layer", "n_head", "n_embd"), (1, 2 ** 31))
         bounds.update(head_dim=(0, 2 ** 31), n_hidden=(0, 2 ** 31), norm_eps=(0, 1), rope_theta=(1, math.inf))
         # A window of seq_len would have no effect.
@@ -78,13 +81,9 @@ class ModelConfig:
 
 GPT2 = dict(vocab_size=50257, seq_len=1024, norm="layernorm", position="learned", mlp="gelu", bias=True, tied=True,
             norm_eps=1e-5)
+# Llama 3.1's and 3.2's stretch of the rotary positions from 8,192 tokens; the factor is each model's own.
+STRETCH = dict(rope_type="llama3", low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
 LLAMA = dict(vocab_size=128256, seq_len=131072, n_kv_head=8, n_head=32, norm_eps=1e-5, rope_theta=500000.0)
-
-
-def llama3_scaling(factor):
-    """Llama 3.1's and 3.2's stretch of the rotary positions from 8,192 tokens by `factor`."""
-    return dict(rope_type="llama3", factor=factor, low_freq_factor=1.0, high_freq_factor=4.0,
-                original_max_position_embeddings=8192)
 
 
 PRESETS = {
@@ -93,8 +92,9 @@ PRESETS = {
     "gpt2-medium": dict(n_layer=24, n_head=16, n_embd=1024, **GPT2),
     "gpt2-large": dict(n_layer=36, n_head=20, n_embd=1280, **GPT2),
     "gpt2-xl": dict(n_layer=48, n_head=25, n_embd=1600, **GPT2),
-    "llama-3.2-1b": dict(n_layer=16, n_embd=2048, n_hidden=8192, tied=True, rope_scaling=llama3_scaling(32.0), **LLAMA),
-    "llama-3.1-8b": dict(n_layer=32, n_embd=4096, n_hidden=14336, rope_scaling=llama3_scaling(8.0), **LLAMA),
+    "llama-3.2-1b": dict(n_layer=16, n_embd=2048, n_hidden=8192, tied=True, rope_scaling=dict(STRETCH, factor=32.0),
+                         **LLAMA),
+    "llama-3.1-8b": dict(n_layer=32, n_embd=4096, n_hidden=14336, rope_scaling=dict(STRETCH, factor=8.0), **LLAMA),
     "qwen3-0.6b": dict(vocab_size=151936, seq_len=40960, n_layer=28, n_head=16, n_kv_head=8, n_embd=1024, head_dim=128,
                        n_hidden=3072, tied=True, qk_norm=True, rope_theta=1e6),
 }
@@ -125,9 +125,8 @@ def rotate(x, rope):
 
 def make_norm(config):
     """The network's norm over C; both compute their statistics in fp32 under autocast, for their input is fp32."""
-    if config.norm == "rmsnorm":
-        return nn.RMSNorm(config.n_embd, eps=config.norm_eps)
-    return nn.LayerNorm(config.n_embd, eps=config.norm_eps, bias=config.bias)
+    width, eps = config.n_embd, config.norm_eps
+    return nn.RMSNorm(width, eps=eps) if config.norm == "rmsnorm" else nn.LayerNorm(width, eps=eps, bias=config.bias)
 
 
 class Attention(nn.Module):
@@ -137,6 +136,7 @@ class Attention(nn.Module):
         super().__init__()
         self.layer, self.backend, self.config, self.dropout = layer, backend, config, config.dropout
         C, D = config.n_embd, config.head_dim
+        # Three products, not one: tensor parallelism gives each process whole heads of each, and k, v may have fewer.
         self.q = nn.Linear(C, config.n_head * D, bias=config.bias)
         self.k, self.v = (nn.Linear(C, config.n_kv_head * D, bias=config.bias) for _ in range(2))
         self.o = nn.Linear(config.n_head * D, C, bias=config.bias)
@@ -150,6 +150,7 @@ class Attention(nn.Module):
         q, k, v = (y.transpose(1, 2) for y in (q, k, v))  # (B, H, T, D), (B, K, T, D), (B, K, T, D)
         if rope is not None:
             q, k = rotate(q, rope), rotate(k, rope)
+        # Kept after their rotation: a key's angle is that of its own position, whoever looks at it later.
         if cache is not None:
             k, v = cache.extend(f"k{self.layer}", k), cache.extend(f"v{self.layer}", v)  # (B, K, S, D)
         y = attend(q, k, v, mask, "auto" if cache else self.backend, self.dropout * self.training, self.config.softcap)
@@ -184,6 +185,7 @@ class Block(nn.Module):
         self.dropout = nn.Dropout(config.dropout)
 
     def forward(self, x, rope=None, mask=None, cache=None):
+        """x (B, T, C) -> (B, T, C). Rotary tables and mask are made once for all blocks, see `GPT.hidden`."""
         x = x + self.dropout(self.attn(self.attn_norm(x), rope, mask, cache))
         return x + self.dropout(self.mlp(self.mlp_norm(x)))
 
@@ -240,34 +242,38 @@ class GPT(nn.Module):
         return torch.empty(shape).normal_(0.0, std, generator=generator)
 
     def rope(self, positions):
-        """Cosines and sines of `positions` (T,) or (B, 1, T): a pair of (..., T, D); None with learned positions."""
-        if self.position is not None:
-            return None
+        """Cosines and sines of `positions` (..., T): a pair of (..., T, D)."""
         angle = positions[..., None].float() * self.rope_frequency  # (..., T, D/2)
-        cos, sin = angle.cos(), angle.sin()
-        return torch.cat([cos, cos], dim=-1), torch.cat([-sin, sin], dim=-1)
+        return torch.cat([angle, angle], dim=-1).cos(), torch.cat([-angle, angle], dim=-1).sin()
 
-    def hidden(self, tokens, cache=None):
-        """tokens (B, T) -> the last norm's output (B, T, C). With a cache the tokens continue what is in it."""
-        start = 0 if cache is None else cache.length
-        positions = torch.arange(start, start + tokens.size(1), device=tokens.device)  # (T,)
-        mask = model_mask(tokens, positions, self.config, self.backend if cache is None else "auto", cache)
+    def hidden(self, tokens, cache=None, rule=causal):
+        """tokens (B, T) -> the last norm's output (B, T, C); cache and rule as for `forward`.
+
+        `index` counts the tokens of a row with the filler in front of them, and goes on in a cache. Positions count
+        from the row's first real token, with `restart_positions` from the document's: a filled-up row is as if alone.
+        """
+        past = cache or KVCache(0)
+        index = torch.arange(past.length, past.length + tokens.size(1), device=tokens.device)[None]  # (1, T)
+        origin = document_starts(tokens, index, self.config.doc_start, past)  # (B, T)
+        mask = model_mask(tokens, origin, self.config, self.backend if cache is None else "auto", cache, rule)
+        positions = (index - (origin if self.config.restart_positions else past.padding)).clamp(min=0)  # (1 or B, T)
+        rope = self.rope(positions[:, None]) if self.position is None else None  # a pair of (1 or B, 1, T, D)
         x = self.embed(tokens)  # (B, T, C)
         if self.position is not None:
-            padding = 0 if cache is None else cache.padding  # each row counts from its own first real token
-            x = x + self.position((positions - padding).clamp(min=0))
-        x, rope = self.dropout(x), self.rope(positions)
+            x = x + self.position(positions)
+        x = self.dropout(x)
         for block in self.blocks:
             x = block(x, rope, mask, cache)
         return self.norm(x)
 
-    def forward(self, tokens, targets=None, cache=None, last=False):
+    def forward(self, tokens, targets=None, cache=None, last=False, rule=causal):
         """Logits (B, T, V), or with `targets` (B, T) the fp32 *sum* of the losses over all targets that are not -100.
 
-        The sum, not the mean: only the caller knows how many targets the whole global batch has. `last` sends the last
-        position alone through the head, (B, 1, V): all that generation needs.
+        The sum, not the mean: only the caller knows how many targets the whole global batch has. With a `cache` the
+        tokens continue what is in it. `last` sends the last position alone through the head, (B, 1, V): all that
+        generation needs. `rule` is the mask predicate that stands in causal's place, as `prefix_lm(lengths)`.
         """
-        x = self.hidden(tokens, cache)
+        x = self.hidden(tokens, cache, rule)
         weight = self.embed.weight if self.head is None else self.head.weight  # (V, C)
         if targets is None:
             return soft_cap(F.linear(x[:, -1:] if last else x, weight), self.config.head_softcap)
@@ -297,7 +303,8 @@ class GPT(nn.Module):
         return 6 * matrices + 12 * self.config.n_layer * self.config.n_head * self.config.head_dim * keys
 
     @torch.no_grad()
-    def stream(self, prompts, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, stop=None, vocab=None):
+    def stream(self, prompts, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, stop=None, vocab=None,
+               rule=causal):
         """Yield, for each new position, the list of B next token ids; None for a row that has already produced `stop`.
 
         `prompts` is a list of B non-empty lists of ids, of any lengths up to seq_len. With RoPE it goes on past seq_len
@@ -314,11 +321,12 @@ class GPT(nn.Module):
         # (B, T): shorter prompts are filled up in front, so that all end together
         tokens = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=self.embed.weight.device)
         padding = torch.tensor([[longest - len(p)] for p in prompts], device=tokens.device)  # (B, 1)
-        cache = KVCache(self.config.window or limit, padding if padding.any() else 0)
+        cache = KVCache(self.config.window or limit, padding if padding.any() else 0, longest + max_new_tokens)
         generator = None if seed is None else torch.Generator(tokens.device).manual_seed(seed)
         done = torch.zeros(len(prompts), dtype=torch.bool, device=tokens.device)
+        # The first pass takes the whole prompts, each later one the token that was drawn last: the cache has the rest.
         for _ in range(max_new_tokens):
-            logits = self(tokens, cache=cache, last=True)[:, 0, :vocab].float()  # (B, V)
+            logits = self(tokens, cache=cache, last=True, rule=rule)[:, 0, :vocab].float()  # (B, V)
             tokens = pick(logits, temperature, top_k, top_p, generator)  # (B, 1)
             yield [None if end else token for token, end in zip(tokens[:, 0].tolist(), done.tolist())]
             done |= tokens[:, 0] == (-1 if stop is None else stop)
@@ -348,7 +356,7 @@ class SampleConfig:
     """Sample from the newest checkpoint of a run."""
     run: Annotated[str, "a run (--out of train.py), a Hugging Face folder, or nanoGPT's ckpt.pt"]
     prompt: Annotated[list[str], "text to continue; none: the beginning of a document"] = field(default_factory=list)
-    tokens: Annotated[int | None, "how many new tokens; default: 200, or what learned positions leave"] = None
+    tokens: Annotated[int, "how many new tokens; 0: 200, or what learned positions leave"] = 0
     temperature: Annotated[float, "0 takes the likeliest token, 1 samples the model's own distribution"] = 0.8
     top_k: Annotated[int, "sample among the K likeliest tokens; 0: all"] = 0
     top_p: Annotated[float, "sample among the fewest tokens that hold this probability"] = 1.0
@@ -357,17 +365,13 @@ class SampleConfig:
 
     def __post_init__(self):
         """Refuse what no sampling does."""
-        tokens = 1 if self.tokens is None else self.tokens
-        if not (tokens >= 1 and self.temperature >= 0 and self.top_k >= 0 and 0 < self.top_p <= 1):
-            raise ValueError("expected --tokens >= 1, --temperature >= 0, --top_k >= 0 and 0 < --top_p <= 1")
+        if not (self.tokens >= 0 and self.temperature >= 0 and self.top_k >= 0 and 0 < self.top_p <= 1):
+            raise ValueError("expected --tokens >= 0, --temperature >= 0, --top_k >= 0 and 0 < --top_p <= 1")
 
 
 def main():
     """Stream a sample: each character is printed when its last byte has come."""
-    import checkpoint
-    import data
-    import distributed
-    from train import parse_args
+    from train import checkpoint, data, distributed, parse_args
     config = parse_args(SampleConfig, "model.py")
     try:
         model, extra = checkpoint.open_model(config.run, lambda fields: GPT(ModelConfig(**fields)))
@@ -383,9 +387,8 @@ def main():
         text = codecs.getincrementaldecoder("utf-8")(errors="replace")
         for token, in model.stream([ids], config.tokens or room, config.temperature, config.top_k, config.top_p,
                                    config.seed, tokenizer.eot_token, tokenizer.n_vocab):
-            if token != tokenizer.eot_token:
-                shown += text.decode(tokenizer.decode_single_token_bytes(token))
-            print(shown, end="", flush=True)
+            new = b"" if token == tokenizer.eot_token else tokenizer.decode_single_token_bytes(token)
+            print(shown + text.decode(new), end="", flush=True)
             shown = ""
         print(text.decode(b"", final=True))
     except (ValueError, OSError, RuntimeError) as error:  # RuntimeError: the model's numbers are not finite

@@ -80,6 +80,7 @@ class TrainConfig:
     sdpa: Annotated[Literal["auto", "flash", "cudnn", "efficient", "math"], "auto: the faster"] = "auto"
     window: Annotated[int | None, "attention sees so many of the newest tokens; default: all"] = None
     doc_mask: Annotated[bool, "attention keeps to its document, which an end-of-text token begins"] = False
+    restart_positions: Annotated[bool, "with --doc_mask: each document's positions count from 0"] = False
     softcap: Annotated[float | None, "limit of the attention scores, by tanh; Gemma 2 has 50"] = None
     head_softcap: Annotated[float | None, "limit of the logits, by tanh; Gemma 2 has 30"] = None
     # What is kept, shown and measured.
@@ -335,9 +336,9 @@ def setup(config, world, micro_batch):
     resumed = open_run(run)
 
     # What this machine computes with. Each choice comes with its reason, for the lines below.
-    dtype, why_dtype = pick_dtype(config.dtype, world.device)
-    compiled, why_compile = pick_compile(config, world.device)
-    backend, note = pick_backend(config.attention, config.sdpa, fields, world.device, dtype)
+    dtype, why_dtype = world.agree(pick_dtype(config.dtype, world.device))
+    compiled, why_compile = world.agree(pick_compile(config, world.device))
+    backend, note = world.agree(pick_backend(config.attention, config.sdpa, fields, world.device, dtype))
     # Shapes alone until the model is sharded: no process ever holds more than its share, and then the weights come.
     with torch.device("meta"):
         run.raw = GPT(fields, backend)
