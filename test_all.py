@@ -11,6 +11,7 @@ import ast
 import contextlib
 import dataclasses
 import functools
+import gc
 import gzip
 import importlib.util
 import io
@@ -276,7 +277,12 @@ def test_masks_are_built_once_per_shape_or_batch():
     for length in range(5, 16):
         model(tokens[:, :length])
     assert len(attention.MASKS) <= 8
-    for fields in {}, dict(window=4):  # lengths that vary: the first one's graph, one for all, one for those in a window
+
+
+def test_slow_lengths_that_vary_leave_three_graphs():
+    """The first length's, one for all, and one for those within a window; every one of them exact."""
+    tokens = torch.randint(64, (2, 12))
+    for fields in {}, dict(window=4):
         torch._dynamo.reset()
         attention.MASKS.clear()
         model, graphs, parts = tiny(**fields), [], [tokens[:, :length] for length in (9, 10, 12, 7, 3)]
@@ -533,9 +539,9 @@ def test_bf16_loss_is_close_to_fp32():
     assert half.dtype == torch.float32 and half != full and abs(half / full - 1) < 0.005, (half, full)
 
 
-def test_compiled_equals_eager_without_graph_breaks(backend="aot_eager"):
-    """Loss and gradients of the compiled model, with each mask; `fullgraph=True` fails at the first graph break."""
-    for shape in "llama", "window", "document", "masked", "prefix":
+def test_compiled_equals_eager_without_graph_breaks(backend="aot_eager", shapes=("llama", "masked")):
+    """Loss and gradients of the compiled model, with masks; `fullgraph=True` fails at the first graph break."""
+    for shape in shapes:
         model, tokens = tiny(initial=True, **dict(vars(shaped(shape, False)), n_layer=1)), torch.randint(67, (2, 17))
         tokens[:, 7], results = 3, []
         for call in model, torch.compile(model, fullgraph=True, backend=backend):
@@ -591,7 +597,7 @@ def test_slow_compiled_by_inductor():
     """The same through the C++ (or Triton) code that training runs."""
     if not train_file.pick_compile(TrainConfig(compile="on"), torch.device("cpu"))[0]:
         raise Skip("torch.compile needs a C++ compiler")
-    test_compiled_equals_eager_without_graph_breaks("inductor")
+    test_compiled_equals_eager_without_graph_breaks("inductor", ("llama", "window", "document", "masked", "prefix"))
 
 
 def test_learning_rate_schedules():
@@ -629,6 +635,7 @@ SMALL = ["--n_layer=2", "--n_embd=32", "--n_head=2", "--seq_len=32", "--batch_si
 def train_here(*flags, catch=True):
     """train.py in this process -> (exit code, output); the signal handlers are put back."""
     handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    gc.freeze()  # what tests have imported takes `distributed.stop` most of a second to look through
     try:
         config = train_file.parse_args(TrainConfig, "train.py", [*SMALL, *flags])
         return exit_of(lambda: sys.exit(train_file.train(config))) if catch else train_file.train(config)
@@ -649,12 +656,12 @@ def test_resumed_run_is_the_run():
     """Law 3: stopped by SIGKILL or Ctrl-C and resumed, the losses are the uninterrupted run's, bit for bit."""
     with folder() as d:
         data.prepare([model_file.__file__], d / "data")
-        flags = [f"--data={d}/data", "--steps=100", "--save_every=20", "--eval_every=50", "--dropout=0.1"]
+        flags = [f"--data={d}/data", "--steps=60", "--save_every=20", "--eval_every=30", "--dropout=0.1"]
         code, output = train_here(f"--out={d}/whole", *flags)
         assert code == 0 and "validation loss" in output and "sample" in output, output
         whole = metrics_of(d / "whole")
         code, output = train_here(f"--out={d}/whole", *flags)
-        assert code == 0 and "complete at step 100" in output and "--steps 200" in output, output
+        assert code == 0 and "complete at step 60" in output and "--steps 120" in output, output
 
         process = start_python(train_file.__file__, *SMALL, f"--out={d}/killed", *flags)
         wait_for(lambda: (d / "killed/checkpoints/step_00000020").exists() or process.poll() is not None)
@@ -855,7 +862,7 @@ def test_what_cannot_be_leaves_what_is_there():
 
 
 def test_profile_leaves_the_standard_library_alone():
-    """With the project first on the path, cProfile, pdb and what imports them work, also on the main job itself."""
+    """With the project first on the path, cProfile, pdb and what imports them work."""
     script = """
 import cProfile, pstats, profile, io
 cProfile.run("sum(range(10))", "/dev/null" if __import__("os").name != "nt" else "nul")
@@ -866,6 +873,10 @@ import torch.distributed.checkpoint, torch._dynamo
 assert profile.__file__.endswith("profile.py") and profile.Meter
 print("fine")"""
     assert run_python("-c", script).strip() == "fine"
+
+
+def test_slow_cprofile_of_the_main_job():
+    """`python -m cProfile train.py` from the project's folder."""
     output = run_python("-m", "cProfile", "-s", "cumtime", "train.py", "--help", cwd=HERE)
     assert "--profile_detail" in output and "function calls" in output and "train.py:1(<module>)" in output, output
 
@@ -958,7 +969,7 @@ def trace_of(d):
         return json.load(file)["traceEvents"]
 
 
-def test_profile_detail_has_shapes_stacks_and_memory():
+def test_slow_profile_detail_has_shapes_stacks_and_memory():
     """In the trace of a single step, for it is twice as large, and in the table of operators."""
     with folder() as d:
         data.prepare([model_file.__file__], d / "data")
@@ -1146,7 +1157,7 @@ def test_readme_names_what_exists():
 
 
 def test_imports_point_one_way_and_the_tree_stays_small():
-    """The leaves import nothing of ours, model imports attention, train glues; at most 2,390 lines of code."""
+    """The leaves import nothing of ours, model imports attention, train glues; at most 2,480 lines of code."""
     modules = {path.stem: ast.parse(path.read_text(encoding="utf-8")) for path in HERE.glob("*.py")}
     leaves = {"attention", "data", "distributed", "checkpoint", "profile"}
     allowed = {**{leaf: set() for leaf in leaves}, "model": {"attention"}, "train": leaves | {"model"}}
@@ -1164,7 +1175,7 @@ def test_imports_point_one_way_and_the_tree_stays_small():
             documentation = {line for text in documented for line in range(text.lineno, text.end_lineno + 1)}
             text = enumerate((HERE / f"{name}.py").read_text(encoding="utf-8").splitlines(), 1)
             lines += sum(number not in documentation and bool(line.split("#")[0].strip()) for number, line in text)
-    assert lines <= 2390, f"{lines} lines of code"
+    assert lines <= 2480, f"{lines} lines of code"
 
 
 # ---- data ------------------------------------------------------------------------------------------------------------
@@ -2934,12 +2945,11 @@ def muon_of(raw):
 
 
 def test_law_1_two_processes():
-    """DDP, FSDP2, tensor parallel equal one process, with each mask; the planner's parameters and moments are real."""
+    """DDP, FSDP2, tensor parallel equal one process, also with masks; the planner's parameters and moments are real."""
     layouts = [dict(replicate=2), dict(shard=2), dict(tp=2)]
     found = check_layouts(2, layouts, [("llama", True, dict(optimizer="muon")), ("gpt2", False, {}),
-                                        ("masked", True, dict(activation_checkpoint="selective", steps=2)),
-                                        *((shape, False, dict(steps=2)) for shape in ("window", "document", "prefix"))])
-    for layout, flags, *runs in zip(layouts, (dict(), dict(fsdp=True), dict(tp=2)), found[::6], found[1::6]):
+                                        ("masked", True, dict(activation_checkpoint="selective", steps=2))])
+    for layout, flags, *runs in zip(layouts, (dict(), dict(fsdp=True), dict(tp=2)), found[::3], found[1::3]):
         for now, shape, optimizers in zip(runs, ("llama", "gpt2"), (muon_of, adamw_of)):
             predicted = distributed.plan(lambda: meta(shaped(shape, shape == "llama")), optimizers, gpus=2, seq_len=16,
                                          **flags)["memory"]
@@ -2969,11 +2979,12 @@ def test_slow_law_1_ten_steps_of_nano_in_every_layout():
 
 
 def test_slow_law_1_activation_checkpoints_muon_and_bf16():
-    """Muon sees whole matrices in every layout (1e-3); FSDP2's mixed precision is within 1 % of autocast's."""
+    """And each mask. Muon sees whole matrices everywhere (1e-3); FSDP2's bf16 is within 1 % of autocast's."""
     checkpointed = with_options(CHECKPOINTED, steps=5)
     muon = [("llama", True, dict(optimizer="muon", steps=5)), ("gpt2", False, dict(optimizer="muon", steps=5))]
     bf16 = [("llama", True, dict(dtype="bfloat16")), ("gpt2", False, dict(dtype="bfloat16"))]
-    check_layouts(2, TWO, checkpointed + muon + bf16, [1e-4] * 4 + [1e-3] * 2 + [1e-2] * 2)
+    masks = [(shape, False, dict(steps=2)) for shape in ("window", "document", "prefix")]
+    check_layouts(2, TWO, checkpointed + muon + bf16 + masks, [1e-4] * 4 + [1e-3] * 2 + [1e-2] * 2 + [1e-4] * 3)
     check_layouts(4, FOUR, checkpointed[::3] + muon[:1] + bf16[1:], [1e-4] * 2 + [1e-3, 1e-2])
 
 
@@ -3050,7 +3061,7 @@ def test_wrong_layouts_are_one_line():
         fails(ValueError, "8 processes here found 2 --nproc_per_node=2", distributed.find_device, "auto")
 
 
-def test_errors_are_said_once_by_all_processes_together():
+def test_slow_errors_are_said_once_by_all_processes_together():
     """A mistake that every process finds is one line; one that rank 1 alone finds is said, too."""
     torchrun = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]
     output = run_python(*torchrun, train_file.__file__, "--fsdp", "--stepps=3", "--device=cpu", code=1)
