@@ -52,11 +52,11 @@ class World:
         return tensor
 
     def any(self, flag):
-        """Whether `flag` is true on any process; all wait for all, as when a signal to stop has reached only some."""
+        """The largest `flag`, a number or bool, of all processes: a signal to stop may have reached only some."""
         votes = torch.tensor(int(flag))  # on the CPU, through gloo: asking every step must not make a GPU wait
         if self.mesh is not None:
             dist.all_reduce(votes, dist.ReduceOp.MAX)
-        return bool(votes)
+        return votes.item()
 
     def agree(self, value):
         """Rank 0's `value` on all processes: of what each has measured, which may have come out differently."""

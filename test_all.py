@@ -1152,7 +1152,7 @@ def test_readme_names_what_exists():
     commands = TrainConfig, profile.PlotConfig, data.DataConfig, model_file.SampleConfig, checkpoint.CheckpointConfig
     known = {field.name for command in commands for field in dataclasses.fields(command)}
     others = """help gpus gpu json list slow standalone nproc_per_node nnodes rdzv_id rdzv_backend rdzv_endpoint
-        max-restarts monitor-interval rdzv_conf nodes ntasks-per-node gpus-per-node cpus-per-task time signal"""
+        max-restarts monitor-interval rdzv_conf signals-to-handle nodes ntasks-per-node gpus-per-node cpus-per-task time signal"""
     assert not set(re.findall(r"(?<![\w-])--([a-z][a-z_-]+)", text)) - known - set(others.split())
 
 
@@ -2719,6 +2719,26 @@ def test_slow_a_checkpoint_of_any_layout_goes_on_in_any_other():
                 assert exit_codes(forked(processes, run, "other", target, resumed)) == [0] * processes, number
                 close_to(d / "other", d / "whole")
                 shutil.rmtree(d / "other")
+
+
+def test_slow_a_signal_to_one_process_stops_both():
+    """They agree on the step, save it once, and go on from it; most of their time is evaluation."""
+    with folder() as d:
+        data.prepare([model_file.__file__], d / "data")
+
+        def run(out):
+            return train_here(f"--data={d}/data", f"--out={d}/{out}", "--steps=60", "--save_every=0", "--eval_every=2",
+                              "--eval_tokens=0", catch=False)
+        run("whole")
+        for number, rank in (signal.SIGTERM, 1), (signal.SIGUSR1, 0), (signal.SIGINT, 1):
+            out = d / f"{number}"
+            pids = forked(2, run, out.name)
+            wait_for(lambda: (out / "metrics.jsonl").exists() and (out / "metrics.jsonl").stat().st_size)
+            os.kill(pids[rank], number)
+            assert exit_codes(pids) == [128 + number] * 2
+            assert len(Checkpointer(out).steps()) == 1 and Checkpointer(out).steps() != [60]
+            assert exit_codes(forked(2, run, out.name)) == [0, 0]
+            close_to(out, d / "whole")
 
 
 def test_slow_elastic():

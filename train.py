@@ -578,13 +578,13 @@ def loop(run):
     batches = data.batches(run.dataset, step, config.batch_size, run.micro_batch, run.world.data_rank,
                            run.world.data_size, run.world.device)
     # A signal is only noted: the step under way ends, all processes hear of it, and then they save together.
-    signals, stopping, pending = watch_signals(), False, []
+    signals, stopping, pending = watch_signals(), 0, []
     run.meter.start()
     while step < config.steps and not stopping:
         loss, norm = optimizer_step(run, batches, step)
         step += 1
         pending.append((step, loss, norm, time.perf_counter() - STARTED))
-        stopping = run.world.any(bool(signals))  # a signal may have reached one process alone
+        stopping = run.world.any(signals[0] if signals else 0)  # the signal's number
         last = step == config.steps
 
         def due(every):
@@ -608,9 +608,8 @@ def loop(run):
         say("train.py: more than --max_skips: lower --lr, or go on from the last checkpoint with another --seed")
         return 1
     if stopping and not last:
-        number = signals[0] if signals else signal.SIGTERM
-        say(f"stopped at step {step} by {signal.Signals(number).name}: the same command goes on from there")
-        return 128 + number
+        say(f"stopped at step {step} by {signal.Signals(stopping).name}: the same command goes on from there")
+        return 128 + stopping
     show_sample(run)
     say(f'{config.out} is complete at step {step}. Sample: python model.py {config.out} "...". Go on: --steps '
         f"{2 * step}. Start over: --resume never. Scale up: torchrun --nproc_per_node=8 train.py --model gpt2")
