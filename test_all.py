@@ -1152,7 +1152,8 @@ def test_readme_names_what_exists():
     commands = TrainConfig, profile.PlotConfig, data.DataConfig, model_file.SampleConfig, checkpoint.CheckpointConfig
     known = {field.name for command in commands for field in dataclasses.fields(command)}
     others = """help gpus gpu json list slow standalone nproc_per_node nnodes rdzv_id rdzv_backend rdzv_endpoint
-        max-restarts monitor-interval rdzv_conf signals-to-handle nodes ntasks-per-node gpus-per-node cpus-per-task time signal"""
+        max-restarts monitor-interval rdzv_conf signals-to-handle
+        nodes ntasks-per-node gpus-per-node cpus-per-task time signal"""
     assert not set(re.findall(r"(?<![\w-])--([a-z][a-z_-]+)", text)) - known - set(others.split())
 
 
