@@ -73,7 +73,7 @@ def document_starts(tokens, index, doc_start, past):
     return origin
 
 
-# Those that follow from the shape alone are made once. In a dict, not by functools.cache, which torch.compile ignores:
+# Masks that follow from the shape alone are made once. In a dict, not by functools.cache, which torch.compile ignores:
 # what it finds in a dict is an input of its graph. It stores none there, for the next call would compile once more.
 MASKS = {}
 
@@ -100,9 +100,10 @@ def model_mask(tokens, origin, config, backend, cache=None, rule=causal):
         rules.append(sliding_window(window))
     if origin is not None:  # equal where no token in between begins another document
         rules.append(document(origin if cache is None else cache.extend("origin", origin[..., None])[..., 0]))
+    # A rule of your own may ask for row and head, so it is made for each: dense, a byte for each of (B, H, T, S).
     mask = make_mask(and_masks(*rules), backend, queries, keys, device, 1 if plain else batch,
                      1 if rule is causal else config.n_head)
-    # Not what an inference_mode makes, which no training may use.
+    # Kept, unless made under inference_mode: autograd refuses such tensors in a later training step.
     if plain and len(MASKS) < 8 and not (torch.compiler.is_compiling() or torch.is_inference_mode_enabled()):
         MASKS[key] = mask
     return mask
@@ -175,6 +176,7 @@ def attempt(run):
             return Timer("run()", globals={"run": run}, num_threads=torch.get_num_threads()).timeit(3).median, ""
         except (RuntimeError, ValueError) as error:
             reasons = [*(str(warning.message) for warning in caught), str(error)]
+    # "because:" only announces the next warning, and "runtime disabled" are the kernels that `attend` has left out.
     reason = next(text for text in reasons if "because:" not in text and "runtime disabled" not in text)
     return math.inf, reason.splitlines()[0].split(" (Triggered")[0].split(". ")[0].rstrip(".")
 
@@ -230,6 +232,7 @@ class KVCache:
     def extend(self, name, new):
         """Put `new` (..., T, D) behind what is stored under `name` -> what these T may look at, (..., S, D)."""
         buffer, end = self.stored.get(name, (new[..., :0, :], 0))
+        # The first new query counts itself among the `capacity` it sees: capacity - 1 older ones are still needed.
         first, more = max(0, end - self.capacity + 1), new.size(-2)
         if end + more > buffer.size(-2):
             space = new.new_empty(*new.shape[:-2], max(self.room, more), new.size(-1))
@@ -239,7 +242,7 @@ class KVCache:
         return buffer[..., first:end + more, :]
 
     def counted(self, rule, keys):
-        """`rule` for indices among the newest `keys`: it is told those that count from each row's first real token."""
+        """`rule` for a mask of the newest `keys`: it is told positions that count from each row's first real token."""
         shift = self.length - keys - (self.padding[..., None, None] if torch.is_tensor(self.padding) else 0)
         return lambda b, h, q_idx, kv_idx: rule(b, h, q_idx + shift, kv_idx + shift)
 
@@ -259,6 +262,7 @@ def main():
     for (name, rule), backward in itertools.product(masks.items(), (False, True)):
         inputs = torch.randn(3, 1, 8, T, 64, device=device, dtype=dtype, requires_grad=backward).unbind()
         allowed = make_mask(rule, "reference", T, T, device)
+        # q k^T and weights v: 2 x 64 FLOPs each, for each pair seen, in 8 heads; the gradients need two such for each.
         work = 4 * 8 * 64 * allowed.sum().item() * (3 if backward else 1)
         truth = gradients(*(x.double() for x in inputs), allowed, "reference")
         for backend in "reference", *KERNELS, "flex":

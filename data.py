@@ -278,12 +278,12 @@ def split_corpus(documents, val_fraction):
     few = len(head) < every
     if few and head and len(head[0]) > 1:
         few, every = False, len(head)
-    if few:
+    if few:  # characters left to the training split: what comes after them validates
         left = int(sum(len(text) for document in head for text in pieces(*document)) * (1 - val_fraction))
     begun = {}  # split -> the last document that it has a part of
     for number, document in enumerate(itertools.chain(head, documents), 1):
         if not few:
-            left = 0 if every and number % every == 0 else sys.maxsize  # characters that go to the training split
+            left = 0 if every and number % every == 0 else sys.maxsize  # a whole document for one of the splits
         for turn, whole in enumerate(document, 1):
             for text in pieces(whole):
                 for split, part in (("train", text[:left]), ("val", text[left:])):
@@ -322,7 +322,7 @@ LLM_C = {"<u2": {"tokenizer": "gpt2", "vocab_size": 50257, "eot": 50256},
          "<u4": {"tokenizer": None, "vocab_size": 128256, "eot": 128001}}
 HEADERLESS = 'nanoGPT\'s files need a meta.json like {"header": false, "tokenizer": "gpt2", "vocab_size": 50257}'
 HEADER = 256 * 4  # bytes: 256 int32, of which magic, version and number of tokens are used
-# What meta.json may not have another type of; null is as good as nothing.
+# The types that these entries of meta.json must have; null is as good as none.
 META = {"header": bool, "tokenizer": str, "vocab_size": int, "eot": int, "train_tokens": int, "val_tokens": int,
         "val_bytes": int}
 
@@ -354,7 +354,7 @@ def prepare(sources, out, **options):
         def corpus():
             return split_corpus(read_documents(files, keys), config.val_fraction)
 
-        whole = Path(stage, "whole")
+        whole = Path(stage, "whole")  # the data set; what else is in `stage` goes with it
         whole.mkdir()
         if config.train_bpe:
             store_bpe((text for split, *_, text in corpus() if split == "train"), config.train_bpe, whole)

@@ -381,7 +381,7 @@ def clip_grad_norm(parameters, max_norm):
     parameters = [p for p in parameters if p.grad is not None]
     for p in parameters:
         if hasattr(p.grad, "placements") and p.grad.placements != p.placements:
-            # A norm's weight: each tensor-parallel process has the gradient of its own tokens or heads.
+            # A norm's weight: each tensor-parallel process has the gradient of its own tokens or heads; this sums them.
             p.grad = p.grad.redistribute(placements=p.placements)
     norm = whole(torch.nn.utils.get_total_norm([p.grad for p in parameters]))  # the one all-reduce
     if max_norm:
@@ -456,8 +456,8 @@ def plan(build, optimizers, gpus, fsdp=False, replicas=1, tp=1, micro_batch=1, s
     with torch.device("meta"):
         raw = build()
     shards, recomputed = shape.get("shard", 1), activation_checkpoint == "block"
-    whole, blocks = raw.num_params(), [sum(p.numel() for p in block.parameters()) for block in raw.blocks]
-    root, tokens, layers = whole - sum(blocks), micro_batch * seq_len, len(blocks)
+    total, blocks = raw.num_params(), [sum(p.numel() for p in block.parameters()) for block in raw.blocks]
+    root, tokens, layers = total - sum(blocks), micro_batch * seq_len, len(blocks)
     vocabulary, C = raw.embed.weight.shape
     kept, made = (tokens * activation_bytes(raw.blocks[0], policy, tp, stream=2 if fsdp else 4)
                   for policy in (activation_checkpoint, "none"))
@@ -472,10 +472,10 @@ def plan(build, optimizers, gpus, fsdp=False, replicas=1, tp=1, micro_batch=1, s
     memory = {
         "parameters": 4 * own,
         # FSDP2 accumulates whole gradients, for it exchanges them with the last micro-batch alone.
-        "gradients": 4 * (whole // tp if fsdp and accumulation > 1 else own),
+        "gradients": 4 * (total // tp if fsdp and accumulation > 1 else own),
         "moments": 4 * states,  # AdamW's step counters, 4 bytes for each tensor, aside
         # bf16 weights. FSDP2: root, last block, the block at work and the next one; otherwise autocast's copy of all.
-        "gathered": 2 * (root + min(gathered, layers) * max(blocks) if fsdp else whole) // tp,
+        "gathered": 2 * (root + min(gathered, layers) * max(blocks) if fsdp else total) // tp,
         "activations": int(layers * kept),
         # Logits and their softmax in fp32, the gradients of both, and that of the head in bf16.
         "logits": int(3 * min(4 * tokens * vocabulary, chunk_bytes) + 2 * vocabulary * C) // tp,
@@ -489,8 +489,8 @@ def plan(build, optimizers, gpus, fsdp=False, replicas=1, tp=1, micro_batch=1, s
     memory["peak"] = memory["parameters"] + memory["moments"] + max(early, memory["gradients"] + memory["root"])
     limit, peak, inside, outside = GPUS[gpu]
     sent = {  # a ring of n sends (n - 1) / n of a tensor to gather or to scatter it, twice that to all-reduce it
-        "shard": whole / tp * (1 - 1 / shards) * ((2 + 2 * reshard) * accumulation + 4),  # bf16 for forward, backward
-        "replicate": 2 * 4 * whole / tp / shards * (1 - 1 / shape.get("replicate", 1)),
+        "shard": total / tp * (1 - 1 / shards) * ((2 + 2 * reshard) * accumulation + 4),  # bf16 for forward, backward
+        "replicate": 2 * 4 * total / tp / shards * (1 - 1 / shape.get("replicate", 1)),
         # A gather and a scatter of (B, T, C) for each half of a block: forward, backward, again where it is recomputed.
         "tp": 2 * tokens * C * (1 - 1 / tp) * layers * 4 * accumulation * (2 + recomputed),
     }
@@ -534,16 +534,18 @@ def main():
         ranks = max(1, now.gpus // now.tp)  # that have data of their own
         now.batch_size = now.batch_size or ranks * (now.micro_batch or 1)
         micro_batch = train.pick_micro_batch(now, ranks)
+        batches.append(f"--batch_size {now.batch_size} --micro_batch {micro_batch}")
         build_optimizers = partial(train.build_optimizer, config=now, peak=1.0, dtype=torch.bfloat16)
         return plan(partial(GPT, fields), build_optimizers, now.gpus, now.fsdp, now.replicas, now.tp, micro_batch,
                     fields.seq_len, now.reshard, now.activation_checkpoint, now.batch_size // ranks // micro_batch,
                     now.gpu, CHUNK_BYTES, n_head=fields.n_head, n_kv_head=fields.n_kv_head)
-    config = train.parse_args(PlanConfig, "distributed.py")
+    config, batches = train.parse_args(PlanConfig, "distributed.py"), []
     try:
         found = predict()
         change = None if found["fits"] else smallest_change(predict, config.gpus)
     except (ValueError, OSError, ImportError) as error:
         refuse(f"distributed.py: {error}", 2)
+    print(f"{config.gpus} x {config.gpu}, {batches[0]}")
     for unit, purposes in ("GB per GPU", found["memory"]), ("GB sent per GPU and step", found["sent"]):
         for purpose, n in purposes.items():
             print(f"{purpose:12s} {n / 1e9:9.2f} {unit}")

@@ -85,7 +85,6 @@ GPT2 = dict(vocab_size=50257, seq_len=1024, norm="layernorm", position="learned"
 STRETCH = dict(rope_type="llama3", low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
 LLAMA = dict(vocab_size=128256, seq_len=131072, n_kv_head=8, n_head=32, norm_eps=1e-5, rope_theta=500000.0)
 
-
 PRESETS = {
     "nano": dict(seq_len=256, n_layer=2, n_head=4, n_embd=128, qk_norm=True),
     "gpt2": dict(n_layer=12, n_head=12, n_embd=768, **GPT2),
@@ -118,8 +117,11 @@ def rope_frequencies(config):
 
 
 def rotate(x, rope):
-    """Turn the pairs (i, i + D/2) of x (B, H, T, D) by the angles in `rope`: Llama's half-split convention."""
-    cos, sin = rope  # (..., T, D); the sine of the first half carries the minus of the rotation
+    """Turn the pairs (i, i + D/2) of x (B, H, T, D) by the angles in `rope`: Llama's half-split convention.
+
+    (a, b) -> (a cos - b sin, b cos + a sin). `roll` by half the width puts each element's partner in its place.
+    """
+    cos, sin = rope  # (..., T, D); the sine of the first half carries the minus
     return (x * cos + x.roll(x.size(-1) // 2, dims=-1) * sin).type_as(x)
 
 
@@ -153,8 +155,9 @@ class Attention(nn.Module):
         # Kept after their rotation: a key's angle is that of its own position, whoever looks at it later.
         if cache is not None:
             k, v = cache.extend(f"k{self.layer}", k), cache.extend(f"v{self.layer}", v)  # (B, K, S, D)
+        # With a cache SDPA or the reference computes it, whatever trained: a fork of the formula changes "auto", too.
         y = attend(q, k, v, mask, "auto" if cache else self.backend, self.dropout * self.training, self.config.softcap)
-        return self.o(y.transpose(1, 2).flatten(2))
+        return self.o(y.transpose(1, 2).flatten(2))  # (B, T, C)
 
 
 class MLP(nn.Module):
@@ -238,7 +241,7 @@ class GPT(nn.Module):
         if kind[0] in ("embed", "head", "position"):
             std = min(std, 0.3 / math.sqrt(C), math.log(self.config.vocab_size) / (3 * C) if self.config.tied else std)
         digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)
+        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)  # 63 bits: it is signed
         return torch.empty(shape).normal_(0.0, std, generator=generator)
 
     def rope(self, positions):
@@ -256,6 +259,7 @@ class GPT(nn.Module):
         index = torch.arange(past.length, past.length + tokens.size(1), device=tokens.device)[None]  # (1, T)
         origin = document_starts(tokens, index, self.config.doc_start, past)  # (B, T)
         mask = model_mask(tokens, origin, self.config, self.backend if cache is None else "auto", cache, rule)
+        # The filler's would be negative: nobody sees it, but a table of positions must have its row.
         positions = (index - (origin if self.config.restart_positions else past.padding)).clamp(min=0)  # (1 or B, T)
         rope = self.rope(positions[:, None]) if self.position is None else None  # a pair of (1 or B, 1, T, D)
         x = self.embed(tokens)  # (B, T, C)
@@ -273,7 +277,7 @@ class GPT(nn.Module):
         tokens continue what is in it. `last` sends the last position alone through the head, (B, 1, V): all that
         generation needs. `rule` is the mask predicate that stands in causal's place, as `prefix_lm(lengths)`.
         """
-        x = self.hidden(tokens, cache, rule)
+        x = self.hidden(tokens, cache, rule)  # (B, T, C)
         weight = self.embed.weight if self.head is None else self.head.weight  # (V, C)
         if targets is None:
             return soft_cap(F.linear(x[:, -1:] if last else x, weight), self.config.head_softcap)
@@ -343,7 +347,7 @@ def pick(logits, temperature, top_k, top_p, generator):
     """Draw an id per row of logits (B, V) -> (B, 1): of the `top_k` likeliest (0: all) the fewest that hold `top_p`."""
     if temperature == 0:
         return logits.argmax(dim=-1, keepdim=True)
-    values, ids = (logits / temperature).sort(dim=-1, descending=True)
+    values, ids = (logits / temperature).sort(dim=-1, descending=True)  # (B, V) each
     values[:, top_k or values.size(1):] = float("-inf")
     probabilities = values.softmax(dim=-1)
     before = probabilities.cumsum(dim=-1) - probabilities  # what the likelier ones hold already

@@ -2,7 +2,7 @@
 
     python train.py                                              # a small model, on this machine, in about a minute
     python train.py --data data/mine --model gpt2 --out out/mine # your text (see data.py), a published shape
-    torchrun --nproc_per_node=8 train.py --model gpt2            # the same run on eight GPUs
+    torchrun --standalone --nproc_per_node=8 train.py --model gpt2    # on eight GPUs
 
 Every number the loop needs follows from the flags, the seed and the step, so a run that was interrupted goes on exactly
 where it was: batches are a function of (seed, step), initial weights of (seed, name), dropout of (seed, step, rank).
@@ -112,12 +112,11 @@ class TrainConfig:
             raise ValueError(f"--lr is {self.lr}, expected a positive number")
         if self.resume not in ("auto", "never") and not self.resume.isdecimal():
             raise ValueError(f"--resume is {self.resume!r}, expected auto, never or the number of a step")
-        if not self.reshard and not self.fsdp:
-            raise ValueError("--no_reshard has no effect without --fsdp: add --fsdp, or drop --no_reshard")
         if self.sdpa != "auto" and self.attention in ("flex", "reference"):
             raise ValueError(f"--sdpa {self.sdpa} has no effect with --attention {self.attention}: drop one")
-        if self.offload and not self.fsdp:
-            raise ValueError("--offload has no effect without --fsdp: add --fsdp, or drop --offload")
+        for flag, given in ("--no_reshard", not self.reshard), ("--offload", self.offload):
+            if given and not self.fsdp:
+                raise ValueError(f"{flag} has no effect without --fsdp: add --fsdp, or drop {flag}")
         for name in "model", "n_layer", "n_head", "n_kv_head", "n_embd":
             if self.init_from and getattr(self, name) is not None:
                 raise ValueError(f"--{name} has no effect with --init_from, which gives the model's shape: drop one")
@@ -215,6 +214,7 @@ def newton_schulz(x, steps):
     x = x / x.norm().clamp(min=1e-7)  # no singular value exceeds 1 now, and the polynomial pulls all of them towards 1
     for _ in range(steps):
         gram = x @ x.T
+        # a x + (b gram + c gram^2) x, where a = 3.4445, b = -4.7750, c = 2.0315
         x = torch.addmm(x, torch.addmm(gram, gram, gram, beta=-4.7750, alpha=2.0315), x, beta=3.4445)
     return x
 
@@ -490,7 +490,8 @@ def evaluate(run, step):
     bits = loss / math.log(2) * run.validation.tokens / meta["val_bytes"] if meta.get("val_bytes") else math.nan
     values = dict(val_loss=loss, val_bpb=bits)
     guard(run, write_metrics, run, [dict(step=step, **values, elapsed_s=elapsed)])
-    run.say(f"step {step}  validation loss {loss:.4f} nats = {bits:.4f} bits per byte  {elapsed:.0f} s")
+    known = "" if math.isnan(bits) else f" = {bits:.4f} bits per byte"  # of responses alone there is no such thing
+    run.say(f"step {step}  validation loss {loss:.4f} nats{known}  {elapsed:.0f} s")
     return values
 
 
@@ -530,7 +531,7 @@ def guard(run, write, *args):
         run.say(f"not saved: {error}")
 
 
-def show_sample(run, tokens=200):
+def show_sample(run):
     """Print how the model continues the validation text. Every process computes it, for the model may be sharded."""
     if run.dataset.meta["tokenizer"] is None or run.world.has("tp"):  # --tp splits sequences, one token has no parts
         return run.say("no sample: " + ("--tp has none" if run.world.has("tp") else "meta.json names no tokenizer"))
@@ -539,7 +540,7 @@ def show_sample(run, tokens=200):
     except (OSError, ValueError) as error:  # the run is complete and saved, with or without a sample
         return run.say(f"no sample: {error}")
     prompt = run.validation.fixed(0)[0][:min(32, run.raw.config.seq_len // 2)].tolist()
-    tokens = min(tokens, run.raw.config.seq_len - len(prompt))  # learned positions end there
+    tokens = min(200, run.raw.config.seq_len - len(prompt))  # learned positions end there
     run.raw.eval()
     with run.autocast, torch.compiler.set_stance("force_eager"):  # the cache's length would recompile at each token
         new, = run.raw.generate([prompt], tokens, temperature=0.8, seed=run.config.seed, vocab=tokenizer.n_vocab)
