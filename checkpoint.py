@@ -182,8 +182,10 @@ def storage_writer(folder, commit):
         def write_data(self, plan, planner):
             try:
                 written = super().write_data(plan, planner)
-            except (OSError, RuntimeError) as error:  # torch.save makes a RuntimeError of a full disk
-                raise OSError(f"{folder}/__{self.rank}_*.distcp: {error.__context__ or error}") from None
+            except (OSError, RuntimeError) as error:
+                while error.__context__:  # torch.save makes a RuntimeError of a full disk
+                    error = error.__context__
+                raise OSError(f"{folder}/__{self.rank}_*.distcp: {error}") from None
             names = {item.storage_data.relative_path for item in written.value()}
             return written.then(lambda _: (written.value(), {name: fingerprint(folder / name) for name in names}))
 
@@ -329,13 +331,17 @@ class Checkpointer:
         """
         if self.asynchronous and self.reserved is None:
             self.reserve(tensors(model, optimizers))
-        if self.pending is None or self.pending.done():
-            self.finish()
+        if self.pending and self.pending.done():
+            self.settle()
+        self.confess()
 
     def finish(self):
         """Wait for an asynchronous write; OSError if it failed, or one that nobody has been told of."""
-        if self.pending:
-            self.settle()
+        self.settle()
+        self.confess()
+
+    def confess(self):
+        """Raise the OSError of a write that failed and that nobody has been told of."""
         failure, self.failure = self.failure, None
         if failure:
             raise failure

@@ -369,8 +369,10 @@ class SampleConfig:
 
     def __post_init__(self):
         """Refuse what no sampling does."""
-        if not (self.tokens >= 0 and self.temperature >= 0 and self.top_k >= 0 and 0 < self.top_p <= 1):
-            raise ValueError("expected --tokens >= 0, --temperature >= 0, --top_k >= 0 and 0 < --top_p <= 1")
+        if not (self.tokens >= 0 and (self.temperature == 0 or 1e-3 <= self.temperature < math.inf) and self.top_k >= 0
+                and 0 < self.top_p <= 1 and 0 <= (self.seed or 0) < 2 ** 63):
+            raise ValueError("expected --tokens >= 0, --temperature 0 or at least 0.001, --top_k >= 0, "
+                             "0 < --top_p <= 1 and 0 <= --seed < 2^63")
 
 
 def main():

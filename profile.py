@@ -15,6 +15,7 @@ import importlib.util
 import itertools
 import json
 import os
+import re
 import sys
 import tempfile
 import timeit
@@ -278,8 +279,9 @@ def read_curves(folders):
     """{folder: {name of CURVES: [(step, value), ...]}} from the metrics.jsonl of runs."""
     runs = {}
     for folder in folders:
-        with open(os.path.join(folder, "metrics.jsonl"), encoding="utf-8") as file:  # a power cut may leave torn lines
-            lines = [json.loads(line) for line in file if line.startswith('{"step": ') and line.endswith("}\n")]
+        # A power cut may leave torn lines, or rubbish.
+        with open(os.path.join(folder, "metrics.jsonl"), encoding="utf-8", errors="replace") as file:
+            lines = [json.loads(line) for line in file if re.fullmatch(r'{"step": \d+,[^{}]*}\n', line)]
         if not lines:
             raise ValueError(f"{file.name} has no numbers yet")
         runs[folder] = {name: [(line["step"], line[name]) for line in lines if line.get(name) is not None]

@@ -701,6 +701,39 @@ def test_metrics_lines_have_every_field():
         assert abs(nats_per_bit / math.log(2) - meta["val_bytes"] / meta["val_tokens"]) < 1e-9
 
 
+def test_metrics_are_whole_lines_after_a_full_disk():
+    """What is refused is written with the next line; a line torn by a power cut goes, and the one glued to it."""
+    with folder() as d:
+        path, row = d / "metrics.jsonl", dict(step=1, loss=2.0)
+        run = SimpleNamespace(world=SimpleNamespace(writer=True), config=SimpleNamespace(out=str(d)), unwritten=b"")
+        train_file.write_metrics(run, [row])
+
+        class Full(io.FileIO):
+            def write(self, content):
+                return super().write(content[:9])
+        with mock.patch.object(train_file, "open", lambda path, *_, **__: Full(path, "a"), create=True):
+            fails(OSError, "No space metrics.jsonl", train_file.write_metrics, run, [dict(row, step=2)])
+        assert path.read_text().count("\n") == 1 and path.read_text().endswith("\n")
+        train_file.write_metrics(run, [dict(row, step=3, loss=math.nan)])
+        assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3]
+        with open(path, "a") as file:
+            file.write('{"step": 4, "lo{"step": 5, "loss": 1.0}\n')
+            file.write('{"step": 6, "loss": 1.0}\n{"step": 7, "loss": 1.0}\n')
+        train_file.cut_metrics(path, 6)
+        assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 6]
+
+
+def test_nobody_reads_the_output():
+    """`train.py | head`: the run goes on, without a word."""
+    with folder() as d:
+        data.prepare([model_file.__file__], d / "data")
+        process = start_python(train_file.__file__, *SMALL, f"--data={d}/data", f"--out={d}/out", "--steps=9",
+                               "--log_every=1")
+        process.stdout.readline()
+        process.stdout.close()
+        assert process.wait(timeout=120) == 0 and Checkpointer(d / "out").steps() == [9]
+
+
 def test_fp16_with_its_scaler_runs_and_resumes():
     """From its own and from an fp32 checkpoint."""
     assumed = mock.patch.object(profile, "peak_flops", lambda *_: (1e12, "assumed"))  # measuring a slow fp16 takes long
@@ -1173,7 +1206,7 @@ def test_launches_of_the_readme_are_launches():
 
 
 def test_imports_point_one_way_and_the_tree_stays_small():
-    """The leaves import nothing of ours, model imports attention, train glues; at most 2,480 lines of code."""
+    """The leaves import nothing of ours, model imports attention, train glues; at most 2,500 lines of code."""
     modules = {path.stem: ast.parse(path.read_text(encoding="utf-8")) for path in HERE.glob("*.py")}
     leaves = {"attention", "data", "distributed", "checkpoint", "profile"}
     allowed = {**{leaf: set() for leaf in leaves}, "model": {"attention"}, "train": leaves | {"model"}}
@@ -1191,7 +1224,7 @@ def test_imports_point_one_way_and_the_tree_stays_small():
             documentation = {line for text in documented for line in range(text.lineno, text.end_lineno + 1)}
             text = enumerate((HERE / f"{name}.py").read_text(encoding="utf-8").splitlines(), 1)
             lines += sum(number not in documentation and bool(line.split("#")[0].strip()) for number, line in text)
-    assert lines <= 2480, f"{lines} lines of code"
+    assert lines <= 2500, f"{lines} lines of code"
 
 
 # ---- data ------------------------------------------------------------------------------------------------------------
@@ -1647,7 +1680,7 @@ def test_fine_tuning_has_a_loss_of_responses_alone_and_no_bits_per_byte():
         (out / "train_000000.mask").write_bytes((out / "train_000000.mask").read_bytes()[:1024] + bytes(
             (out / "train_000000.mask").stat().st_size - 1024))
         output = train_here(f"--data={out}", f"--out={d}/none", "--steps=1", "--eval_every=0")[1]
-        assert metrics_of(d / "none")[0] == {1: 0.0}, output
+        assert metrics_of(d / "none")[0] == {1: None} and "update skipped, it has no target" in output, output
 
 
 def test_llm_c_and_nanogpt_files_load_as_they_are():
@@ -2144,6 +2177,11 @@ def test_a_failed_write_costs_one_checkpoint_and_the_exit_code():
             assert code == 1 and "not saved: checkpoint 2 is not written: " in output, output
             assert all(word in output for word in words) and "complete at step 6" in output, output
             assert Checkpointer(d / "out").steps() == [4, 6]
+    with folder() as d, mock.patch.object(Checkpointer, "commit", full):
+        data.prepare([model_file.__file__], d / "data")
+        code, output = train_here(f"--data={d}/data", f"--out={d}/out", "--steps=9", "--save_every=1", "--log_every=1",
+                                  "--async_save")  # there is always a write under way, and it is said nevertheless
+        assert code == 1 and output.index("not saved: checkpoint 2") < output.index("step 5/9"), output
 
 
 # One group of two processes runs all the checks that need one.

@@ -14,7 +14,7 @@ STARTED = time.perf_counter()  # elapsed_s counts from here: importing torch is 
 import argparse
 import dataclasses
 import difflib
-import functools
+import errno
 import json
 import math
 import os
@@ -282,7 +282,8 @@ def cut_metrics(path, step):
     """Leave out of metrics.jsonl the lines after `step`: after a resume no step is in it twice."""
     lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
     # Not json.loads: a power cut may leave torn lines, and those go, too.
-    kept = [line for line in lines if (found := re.fullmatch(r'{"step": (\d+),.*}', line)) and int(found[1]) <= step]
+    found = [re.fullmatch(r'{"step": (\d+),[^{}]*}', line) for line in lines]
+    kept = [match[0] for match in found if match and int(match[1]) <= step]
     write_whole(path, "".join(line + "\n" for line in kept))
 
 
@@ -294,12 +295,21 @@ def write_whole(path, text):
 
 
 def write_metrics(run, rows):
-    """Append a line to out/metrics.jsonl for each of `rows`, dicts; what is not a number (NaN, unknown) is null."""
-    known = [{name: value if value is not None and math.isfinite(value) else None for name, value in row.items()}
-             for row in rows]
-    if run.world.writer:
-        with open(Path(run.config.out, "metrics.jsonl"), "a", encoding="utf-8") as file:
-            file.write("".join(json.dumps(row) + "\n" for row in known))
+    """Append a line to out/metrics.jsonl for each of `rows`, dicts; what is not a number (NaN, unknown) is null.
+
+    All of them or none: what a full disk refuses waits for the next call.
+    """
+    for row in rows if run.world.writer else ():
+        known = {name: value for name, value in row.items() if value is not None and math.isfinite(value)}
+        run.unwritten += json.dumps({name: known.get(name) for name in row}).encode() + b"\n"
+    if run.unwritten:
+        path = Path(run.config.out, "metrics.jsonl")
+        with open(path, "ab", buffering=0) as file:
+            end = file.tell()
+            if file.write(run.unwritten) < len(run.unwritten):
+                file.truncate(end)
+                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+        run.unwritten = b""
 
 
 def watch_signals():
@@ -315,16 +325,25 @@ def watch_signals():
     return caught
 
 
+def tell(*words, **options):
+    """Print at once. When nobody reads any more, as after `| head`, the run goes on without: metrics.jsonl has it."""
+    try:
+        print(*words, flush=True, **options)
+    except BrokenPipeError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def setup(config, world, micro_batch):
     """All that can fail before step 0 -> the run's parts. ValueError, OSError or ImportError hold one clear line."""
     fields = model_config(config, vocab_size=1)
-    say = functools.partial(print, flush=True) if world.writer else lambda *words: None
+    say = tell if world.writer else lambda *words, **options: None
     # Data first: it says how many ids the model needs, and the checkpoint must be of this model.
     with world.first():
         if Path(config.data).name == "stdlib" and not os.path.exists(config.data):
             say(f"{config.data} is not there yet: preparing the Python standard library's sources")
             data.prepare([], config.data)
-    run = SimpleNamespace(config=config, world=world, say=say, micro_batch=micro_batch, skipped=0, unsaved=False)
+    run = SimpleNamespace(config=config, world=world, say=say, micro_batch=micro_batch, skipped=0, unsaved=False,
+                          unwritten=b"")
     run.dataset = data.TokenDataset(config.data, "train", fields.seq_len, config.seed)
     run.validation = data.TokenDataset(config.data, "val", fields.seq_len)
     fields = model_config(config, run.dataset.meta["vocab_size"], run.dataset.meta["eot"])
@@ -426,7 +445,8 @@ def optimizer_step(run, batches, step):
     torch.manual_seed(data.mix(run.config.seed, step, run.world.rank))  # dropout
     with run.profiler.region("data"):
         micro = [run.meter.wait(batches) for _ in range(run.accumulation)]
-    targets = run.world.sum(sum((y != -100).sum() for _, y in micro)).clamp(min=1)  # of the whole global batch
+    # Of the whole global batch. None at all makes a loss of 0 / 0, and such an update is skipped.
+    targets = run.world.sum(sum((y != -100).sum() for _, y in micro))
     # loss = sum of all targets' losses / number of all targets, in whatever parts it is computed: each micro-batch adds
     # its share to the gradients, so nothing depends on how many there are (a mean of means would).
     total = torch.zeros((), device=run.world.device)
@@ -491,6 +511,8 @@ def evaluate(run, step):
     values = dict(val_loss=loss, val_bpb=bits)
     guard(run, write_metrics, run, [dict(step=step, **values, elapsed_s=elapsed)])
     known = "" if math.isnan(bits) else f" = {bits:.4f} bits per byte"  # of responses alone there is no such thing
+    if math.isnan(loss):
+        known = ", for no target is among these tokens: raise --eval_tokens" if not world.sum(targets) else ""
     run.say(f"step {step}  validation loss {loss:.4f} nats{known}  {elapsed:.0f} s")
     return values
 
@@ -593,7 +615,8 @@ def loop(run):
         if run.skipped or stopping or due(config.log_every) or due(config.eval_every) or due(config.save_every):
             report(run, pending)
         if run.skipped:
-            say(f"step {step}: update skipped, its loss or gradient is not finite ({run.skipped} in a row)")
+            say(f"step {step}: update skipped, it has no target, or its loss or gradient is not finite "
+                f"({run.skipped} in a row)")
         if run.skipped > config.max_skips:
             break
         if due(config.eval_every):
