@@ -17,7 +17,7 @@ import shutil
 import sys
 import warnings
 import zlib
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
@@ -338,6 +338,8 @@ class Checkpointer:
     def finish(self):
         """Wait for an asynchronous write; OSError if it failed, or one that nobody has been told of."""
         self.settle()
+        if self.stager:
+            wait([self.stager])  # a thread that still reads the model would outlive the process group
         self.confess()
 
     def confess(self):
