@@ -927,22 +927,23 @@ print(InteractiveShell.instance().run_line_magic("prun", "-q -r sum(range(10))")
 def test_mfu_of_a_matrix_product_is_100_percent():
     """Peak and Meter agree within 3 % on the same product.
 
-    On the processor's clock, which stands still while other programs run; the best of several tries in turn.
+    On the processor's clock, which stands still while other programs run. Both are measured one after the other, in
+    several rounds: a machine that others share may be slower from one second to the next.
     """
-    cpu, size, best, peak = torch.device("cpu"), 1024, 0.0, 0.0
+    cpu, size = torch.device("cpu"), 1024
     repeat = functools.partial(profile.timeit.repeat, timer=time.process_time)
     a, b = torch.randn(2, size, size)
     with mock.patch.object(profile, "timeit", SimpleNamespace(repeat=repeat, default_timer=time.process_time)):
         for _ in range(20):
-            found, source = profile.peak_flops(cpu, torch.float32)
-            meter, peak = profile.Meter(2 * size, found, cpu), max(peak, found)  # a "token": one of size^2 results
+            peak, source = profile.peak_flops(cpu, torch.float32)
+            meter, found = profile.Meter(2 * size, peak, cpu), []  # a "token" is one of size^2 results
             for _ in range(4):
                 meter.start()
                 a @ b
-                best = max(best, meter.read(size ** 2)["mfu"] * found)  # FLOP/s
-            if abs(best / peak - 1) < 0.03:
+                found.append(meter.read(size ** 2)["mfu"])
+            if abs(max(found) - 1) < 0.03:
                 break
-    assert "measured" in source and abs(best / peak - 1) < 0.03, (best, peak)
+    assert "measured" in source and abs(max(found) - 1) < 0.03, found
     assert profile.peak_flops(cpu, torch.float32, 5.0) == (5e12, "--peak_tflops")
 
 
