@@ -89,24 +89,27 @@ def model_mask(tokens, origin, config, backend, cache=None, rule=causal):
     keys = queries if cache is None else cache.advance(queries)
     window = config.window if config.window < keys else 0
     plain, key = rule is causal and origin is None, (backend == "flex", window, queries, keys, device)
+    lasting, turn = plain and cache is None, cache.length if cache and queries == 1 else 0
     # SDPA has the triangle of T == S by itself, and the newest token sees all that a cache keeps.
     if plain and not window and queries in (1, keys) and backend not in ("flex", "reference") and not config.softcap:
         return None
-    for known in MASKS if plain else ():  # compared: looked up, torch.compile would make a graph for each length
+    for known in MASKS if lasting else ():  # compared: looked up, torch.compile would make a graph for each length
         if known == key:
             return MASKS[known]
     rules = [rule if cache is None else cache.counted(rule, keys)]
     if window:
         rules.append(sliding_window(window))
     if origin is not None:  # equal where no token in between begins another document
-        rules.append(document(origin if cache is None else cache.extend("origin", origin[..., None])[..., 0]))
+        origin = cache.extend("origin", origin[..., None])[..., 0] if cache else origin
+        rules.append(document(origin.roll(-turn, dims=1)))
     # A rule of your own may ask for row and head, so it is made for each: dense, a byte for each of (B, H, T, S).
     mask = make_mask(and_masks(*rules), backend, queries, keys, device, 1 if plain else batch,
                      1 if rule is causal else config.n_head)
     # Kept, unless made under inference_mode: autograd refuses such tensors in a later training step.
-    if plain and len(MASKS) < 8 and not (torch.compiler.is_compiling() or torch.is_inference_mode_enabled()):
+    if lasting and len(MASKS) < 8 and not (torch.compiler.is_compiling() or torch.is_inference_mode_enabled()):
         MASKS[key] = mask
-    return mask
+    # The columns are in order; one token looks at the cache's ring as it lies, with the oldest somewhere within.
+    return mask.roll(turn, dims=-1) if turn else mask
 
 
 # ---- kernels ----
@@ -210,19 +213,15 @@ def pick_backend(attention, sdpa, config, device, dtype):
 
 
 class KVCache:
-    """What later tokens need of the earlier ones: the newest `capacity` of each layer's keys and values, in order.
+    """What later tokens need of the earlier ones: the newest `capacity` of each layer's keys and values, in rings.
 
     A capacity of the model's window loses nothing, whether tokens come one at a time, in chunks, or in a prompt longer
-    than it. `tokens`: how many will come in all, if that is known, for no more memory is taken. `padding` (B, 1) counts
-    the filler tokens in front of each prompt of a batch of unequal lengths.
-
-    The buffers are rings that never wrap: when one is full, what is still needed moves to the front of a fresh one with
-    room for a further `capacity`. That is a copied token for each new one, and what a query sees is a slice in order.
+    than it. `padding` (B, 1) counts the filler tokens in front of each prompt of a batch of unequal lengths.
     """
 
-    def __init__(self, capacity, padding=0, tokens=math.inf):
-        self.stored, self.capacity, self.padding = {}, capacity, padding
-        self.room, self.length, self.origin = min(tokens, capacity), 0, 0
+    def __init__(self, capacity, padding=0):
+        self.rings, self.capacity, self.padding = {}, capacity, padding
+        self.length = self.origin = 0
 
     def advance(self, queries):
         """`queries` more tokens come -> S, how many they may look at, themselves among them. Once a forward pass."""
@@ -230,16 +229,21 @@ class KVCache:
         return min(self.length, self.capacity + queries - 1)
 
     def extend(self, name, new):
-        """Put `new` (..., T, D) behind what is stored under `name` -> what these T may look at, (..., S, D)."""
-        buffer, end = self.stored.get(name, (new[..., :0, :], 0))
-        # The first new query counts itself among the `capacity` it sees: capacity - 1 older ones are still needed.
-        first, more = max(0, end - self.capacity + 1), new.size(-2)
-        if end + more > buffer.size(-2):
-            space = new.new_empty(*new.shape[:-2], max(self.room, more), new.size(-1))
-            buffer, first, end = torch.cat([buffer[..., first:end, :], space], dim=-2), 0, end - first
-        buffer[..., end:end + more, :] = new
-        self.stored[name] = buffer, end + more
-        return buffer[..., first:end + more, :]
+        """Put `new` (..., T, D), after `advance`, into a ring -> what these T may look at (..., S, D), oldest first.
+
+        For one token it is the whole ring as it lies: attention adds up keys in any order.
+        """
+        if name not in self.rings:
+            self.rings[name] = new.new_empty(*new.shape[:-2], self.capacity, new.size(-1))
+        ring, more = self.rings[name], new.size(-2)
+        first = (self.length - more) % self.capacity
+        if self.length <= self.capacity or more == 1:
+            ring[..., first:first + more, :] = new
+            return ring[..., :min(self.length, self.capacity), :]
+        # The first of several still looks at what the last ones replace: capacity - 1 older ones, and itself.
+        seen = torch.cat([ring.roll(-first, dims=-2), new], dim=-2)[..., -min(self.length, self.capacity - 1 + more):, :]
+        ring[..., torch.arange(self.length)[-self.capacity:] % self.capacity, :] = seen[..., -self.capacity:, :]
+        return seen
 
     def counted(self, rule, keys):
         """`rule` for a mask of the newest `keys`: it is told positions that count from each row's first real token."""

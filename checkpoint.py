@@ -307,9 +307,10 @@ class Checkpointer:
         self.sweep()
 
     def sweep(self):
-        """Remove temporary folders."""
-        for path in self.root.glob(".tmp-*") if self.rank == 0 else ():
-            shutil.rmtree(path, ignore_errors=True)
+        """Remove temporary folders. Never fails: rank 0 alone would miss what the ranks do next together."""
+        with contextlib.suppress(OSError):
+            for path in self.root.glob(".tmp-*") if self.rank == 0 else ():
+                shutil.rmtree(path, ignore_errors=True)
 
     def settle(self, write=None):
         """Do `write`, or wait for the one under way; its failure waits for finish(): ranks must not part here."""
@@ -331,19 +332,14 @@ class Checkpointer:
         """
         if self.asynchronous and self.reserved is None:
             self.reserve(tensors(model, optimizers))
-        if self.pending and self.pending.done():
-            self.settle()
-        self.confess()
+        self.finish(blocking=False)
 
-    def finish(self):
-        """Wait for an asynchronous write; OSError if it failed, or one that nobody has been told of."""
-        self.settle()
-        if self.stager:
+    def finish(self, blocking=True):
+        """Wait for an asynchronous write, unless not `blocking`; OSError for one that failed, told once."""
+        if blocking and self.stager:
             wait([self.stager])  # a thread that still reads the model would outlive the process group
-        self.confess()
-
-    def confess(self):
-        """Raise the OSError of a write that failed and that nobody has been told of."""
+        if self.pending and (blocking or self.pending.done()):
+            self.settle()
         failure, self.failure = self.failure, None
         if failure:
             raise failure

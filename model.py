@@ -325,7 +325,7 @@ class GPT(nn.Module):
         # (B, T): shorter prompts are filled up in front, so that all end together
         tokens = torch.tensor([[0] * (longest - len(p)) + list(p) for p in prompts], device=self.embed.weight.device)
         padding = torch.tensor([[longest - len(p)] for p in prompts], device=tokens.device)  # (B, 1)
-        cache = KVCache(self.config.window or limit, padding if padding.any() else 0, longest + max_new_tokens)
+        cache = KVCache(min(self.config.window or limit, longest + max_new_tokens), padding if padding.any() else 0)
         generator = None if seed is None else torch.Generator(tokens.device).manual_seed(seed)
         done = torch.zeros(len(prompts), dtype=torch.bool, device=tokens.device)
         # The first pass takes the whole prompts, each later one the token that was drawn last: the cache has the rest.

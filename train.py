@@ -636,7 +636,8 @@ def loop(run):
         return 128 + stopping
     show_sample(run)
     say(f'{config.out} is complete at step {step}. Sample: python model.py {config.out} "...". Go on: --steps '
-        f"{2 * step}. Start over: --resume never. Scale up: torchrun --nproc_per_node=8 train.py --model gpt2")
+        f"{2 * step}. Start over: --resume never. Scale up: torchrun --nproc_per_node=8 train.py --data {config.data} "
+        f"--model gpt2 --out {config.out}-gpt2")
     return int(run.unsaved)
 
 
