@@ -241,7 +241,7 @@ class KVCache:
             ring[..., first:first + more, :] = new
             return ring[..., :min(self.length, self.capacity), :]
         # The first of several still looks at what the last ones replace: capacity - 1 older ones, and itself.
-        seen = torch.cat([ring.roll(-first, dims=-2), new], dim=-2)[..., -min(self.length, self.capacity - 1 + more):, :]
+        seen = torch.cat([ring.roll(-first, dims=-2), new], -2)[..., -min(self.length, self.capacity - 1 + more):, :]
         ring[..., torch.arange(self.length)[-self.capacity:] % self.capacity, :] = seen[..., -self.capacity:, :]
         return seen
 
