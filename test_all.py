@@ -2162,7 +2162,7 @@ def test_checkpoint_write_that_fails_names_the_file_and_costs_nothing():
 
 
 def test_a_failed_write_costs_one_checkpoint_and_the_exit_code():
-    """The run says what and why, goes on, saves again, and ends with 1: a disk full, a folder removed or not permitted."""
+    """The run says what and why, goes on, saves again, ends with 1: a disk full, a folder removed or not permitted."""
     commit, save = Checkpointer.commit, Checkpointer.save
 
     def full(self, step, *arguments):
