@@ -24,7 +24,7 @@ KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENT
            "efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}
 
 
-# ---- masks; torch's `and_masks` and `or_masks` combine them, and any predicate of your own ----
+# ---- masks; flex_attention's `and_masks` and `or_masks` combine them, and any predicate of your own ----
 
 def causal(b, h, q_idx, kv_idx):
     """Mask predicate: a query sees itself and the keys before it."""
@@ -87,29 +87,28 @@ def model_mask(tokens, origin, config, backend, cache=None, rule=causal):
     """
     (batch, queries), device = tokens.shape, tokens.device
     keys = queries if cache is None else cache.advance(queries)
-    window = config.window if config.window < keys else 0
-    plain, key = rule is causal and origin is None, (backend == "flex", window, queries, keys, device)
-    lasting, turn = plain and cache is None, cache.length if cache and queries == 1 else 0
+    window = min(keys, config.window or keys, cache.capacity if cache else keys)
+    rules = [rule]  # a field's own rule joins here: what follows is right for it with a cache and behind filler, too
+    plain, key = rules == [causal] and origin is None, (backend == "flex", window, queries, keys, device)
+    lasting, heads = plain and cache is None, 1 if rules == [causal] else config.n_head
     # SDPA has the triangle of T == S by itself, and the newest token sees all that a cache keeps.
-    if plain and not window and queries in (1, keys) and backend not in ("flex", "reference") and not config.softcap:
+    if plain and window == keys and queries in (1, keys) and backend not in ("flex", "reference") and not config.softcap:
         return None
     for known in MASKS if lasting else ():  # compared: looked up, torch.compile would make a graph for each length
         if known == key:
             return MASKS[known]
-    rules = [rule if cache is None else cache.counted(rule, keys)]
-    if window:
+    if window < keys:
         rules.append(sliding_window(window))
+    if cache:
+        rules = [cache.counted(and_masks(*rules), keys)]
     if origin is not None:  # equal where no token in between begins another document
-        origin = cache.extend("origin", origin[..., None])[..., 0] if cache else origin
-        rules.append(document(origin.roll(-turn, dims=1)))
+        rules.append(document(cache.extend("origin", origin[..., None])[..., 0] if cache else origin))
     # A rule of your own may ask for row and head, so it is made for each: dense, a byte for each of (B, H, T, S).
-    mask = make_mask(and_masks(*rules), backend, queries, keys, device, 1 if plain else batch,
-                     1 if rule is causal else config.n_head)
+    mask = make_mask(and_masks(*rules), backend, queries, keys, device, 1 if plain else batch, heads)
     # Kept, unless made under inference_mode: autograd refuses such tensors in a later training step.
-    if lasting and len(MASKS) < 8 and not (torch.compiler.is_compiling() or torch.is_inference_mode_enabled()):
+    if lasting and not (torch.compiler.is_compiling() or torch.is_inference_mode_enabled()) and len(MASKS) < 8:
         MASKS[key] = mask
-    # The columns are in order; one token looks at the cache's ring as it lies, with the oldest somewhere within.
-    return mask.roll(turn, dims=-1) if turn else mask
+    return mask
 
 
 # ---- kernels ----
@@ -215,8 +214,9 @@ def pick_backend(attention, sdpa, config, device, dtype):
 class KVCache:
     """What later tokens need of the earlier ones: the newest `capacity` of each layer's keys and values, in rings.
 
-    A capacity of the model's window loses nothing, whether tokens come one at a time, in chunks, or in a prompt longer
-    than it. `padding` (B, 1) counts the filler tokens in front of each prompt of a batch of unequal lengths.
+    A token sees no more than `capacity`, itself among them, whether tokens come one at a time, in chunks, or in a prompt
+    longer than it: the model's window loses nothing. `padding`, a tensor (B, 1), counts the filler tokens in front of
+    each prompt of a batch of unequal lengths. For use under torch.no_grad.
     """
 
     def __init__(self, capacity, padding=0):
@@ -229,26 +229,26 @@ class KVCache:
         return min(self.length, self.capacity + queries - 1)
 
     def extend(self, name, new):
-        """Put `new` (..., T, D), after `advance`, into a ring -> what these T may look at (..., S, D), oldest first.
-
-        For one token it is the whole ring as it lies: attention adds up keys in any order.
-        """
+        """Put `new` (..., T, D), after `advance`, into a ring -> what these T may look at (..., S, D), oldest first."""
         if name not in self.rings:
             self.rings[name] = new.new_empty(*new.shape[:-2], self.capacity, new.size(-1))
-        ring, more = self.rings[name], new.size(-2)
-        first = (self.length - more) % self.capacity
-        if self.length <= self.capacity or more == 1:
+        ring, more, room = self.rings[name], new.size(-2), self.capacity
+        first = (self.length - more) % room
+        if self.length <= room:
             ring[..., first:first + more, :] = new
-            return ring[..., :min(self.length, self.capacity), :]
-        # The first of several still looks at what the last ones replace: capacity - 1 older ones, and itself.
-        seen = torch.cat([ring.roll(-first, dims=-2), new], -2)[..., -min(self.length, self.capacity - 1 + more):, :]
-        ring[..., torch.arange(self.length)[-self.capacity:] % self.capacity, :] = seen[..., -self.capacity:, :]
+            return ring[..., :self.length, :]
+        # The first of several still looks at what the last ones replace: room - 1 older ones, and itself.
+        seen = torch.cat([ring.roll(-first, dims=-2), new], dim=-2)[..., -min(self.length, room - 1 + more):, :]
+        ring[..., torch.arange(self.length - min(more, room), self.length) % room, :] = new[..., -room:, :]
         return seen
 
     def counted(self, rule, keys):
-        """`rule` for a mask of the newest `keys`: it is told positions that count from each row's first real token."""
+        """`rule` for a mask of the newest `keys`: it is told positions that count from each row's first real token.
+
+        The filler's are 0: a rule may look up a table, or ask for more than 0.
+        """
         shift = self.length - keys - (self.padding[..., None, None] if torch.is_tensor(self.padding) else 0)
-        return lambda b, h, q_idx, kv_idx: rule(b, h, q_idx + shift, kv_idx + shift)
+        return lambda b, h, q_idx, kv_idx: rule(b, h, (q_idx + shift).clamp(min=0), (kv_idx + shift).clamp(min=0))
 
 
 def main():

@@ -229,13 +229,13 @@ def test_cached_logits_equal_uncached():
 
 
 def test_a_cache_is_a_ring():
-    """Its memory is allocated once; what several tokens may look at comes in order, and for one as it lies."""
+    """Its memory is allocated once, and what the new tokens may look at comes in order."""
     for capacity, sizes in [(32, [1] * 20), (4, [1] * 20), (4, [6, 1, 2, 3, 4, 1, 1, 2]), (1, [1, 2, 1, 3])]:
         cache, come, where = KVCache(capacity), 0, set()
         for size in sizes:
             new, seen = torch.arange(come, come + size).view(1, 1, size, 1), cache.advance(size)
             kept, come = cache.extend("k", new).flatten().tolist(), come + size
-            assert kept == [*range(come - seen, come)] if size > 1 else sorted(kept) == [*range(come - seen, come)]
+            assert kept == [*range(come - seen, come)]
             assert seen == min(come, capacity - 1 + size) and cache.rings["k"].size(-2) == capacity
             where.add(cache.rings["k"].data_ptr())
         assert len(where) == 1
@@ -304,10 +304,41 @@ def test_a_rule_in_causals_place():
     assert rows == model.generate(prompts, 8, temperature=0, rule=attention.prefix_lm(torch.tensor([4, 2])))
     def strided(b, h, q_idx, kv_idx):
         return (q_idx >= kv_idx) & ((q_idx - kv_idx) % (h + 1) == 0)
-    tokens, cache = torch.randint(64, (1, 14)), KVCache(9)
-    whole = model(tokens, rule=strided)
-    pieces = torch.cat([model(piece, cache=cache, rule=strided) for piece in tokens.split(1, dim=1)], dim=1)
-    assert (pieces - whole).abs().max() < 1e-5 and (whole - model(tokens)).abs().max() > 0.1
+
+    def sinks(b, h, q_idx, kv_idx):
+        return (q_idx >= kv_idx) & (kv_idx >= 0) & torch.arange(14).lt(3)[kv_idx].logical_or(q_idx - kv_idx < 4)
+    tokens = torch.randint(64, (1, 14))
+    for rule, fields in (strided, {}), (sinks, {}), (sinks, dict(softcap=1.0)):
+        model = tiny(window=9, **fields).eval()
+        whole = model(tokens, rule=rule)
+        for sizes in 1, 5:
+            cache, filled = KVCache(9), KVCache(9, torch.tensor([[3], [0]]))
+            pieces = torch.cat([model(piece, cache=cache, rule=rule) for piece in tokens.split(sizes, dim=1)], dim=1)
+            assert (pieces - whole).abs().max() < 1e-5 and (whole - model(tokens)).abs().max() > 0.1
+            padded = torch.cat([nn.functional.pad(tokens, (3, 0))[:, :14], tokens])
+            pieces = torch.cat([model(piece, cache=filled, rule=rule) for piece in padded.split(sizes, dim=1)], dim=1)
+            assert (pieces[0, 3:] - whole[0, :11]).abs().max() < 1e-5 and (pieces[1] - whole[0]).abs().max() < 1e-5
+
+
+def test_a_mask_that_a_fork_adds_counts_everywhere():
+    """One more rule in model_mask: neither SDPA's triangle nor another model's mask comes in its place."""
+    source = Path(attention.__file__).read_text()
+    assert source.count("    rules = [rule]") == 1
+    forked = source.replace("    rules = [rule]", "    rules = [rule] + [lambda b, h, q, k: (q - k) % STEP == 0]")
+    tokens = torch.randint(64, (2, 12))
+    for step in 2, 3:
+        names = {"__name__": "forked", "STEP": step}
+        exec(compile(forked, "forked", "exec"), names)
+        for fields in {}, dict(window=9):
+            with mock.patch.object(model_file, "model_mask", names["model_mask"]):
+                model, cache = tiny(**fields), names["KVCache"](fields.get("window", 12))
+                whole = model(tokens)
+                pieces = torch.cat([model(piece, cache=cache) for piece in tokens.split(5, dim=1)], dim=1)
+                other = tokens.clone()
+                other[:, 0] = (other[:, 0] + 1) % 64
+                moved = (model(other) - whole).abs().amax(dim=(0, 2))
+            assert (pieces - whole).abs().max() < 1e-5 and moved[step] and not moved[1]
+            assert (whole - tiny(**fields)(tokens)).abs().max() > 0.1
 
 
 def test_attention_keeps_to_its_document_and_its_window():
