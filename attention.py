@@ -92,7 +92,8 @@ def model_mask(tokens, origin, config, backend, cache=None, rule=causal):
     plain, key = rules == [causal] and origin is None, (backend == "flex", window, queries, keys, device)
     lasting, heads = plain and cache is None, 1 if rules == [causal] else config.n_head
     # SDPA has the triangle of T == S by itself, and the newest token sees all that a cache keeps.
-    if plain and window == keys and queries in (1, keys) and backend not in ("flex", "reference") and not config.softcap:
+    triangle = window == keys and queries in (1, keys) and not config.softcap
+    if plain and triangle and backend not in ("flex", "reference"):
         return None
     for known in MASKS if lasting else ():  # compared: looked up, torch.compile would make a graph for each length
         if known == key:
@@ -214,8 +215,8 @@ def pick_backend(attention, sdpa, config, device, dtype):
 class KVCache:
     """What later tokens need of the earlier ones: the newest `capacity` of each layer's keys and values, in rings.
 
-    A token sees no more than `capacity`, itself among them, whether tokens come one at a time, in chunks, or in a prompt
-    longer than it: the model's window loses nothing. `padding`, a tensor (B, 1), counts the filler tokens in front of
+    A token sees no more than `capacity`, itself among them, whether tokens come one at a time, in chunks, or in a
+    longer prompt: the model's window loses nothing. `padding`, a tensor (B, 1), counts the filler tokens in front of
     each prompt of a batch of unequal lengths. For use under torch.no_grad.
     """
 
@@ -260,7 +261,8 @@ def main():
     dtype, T, size = (torch.bfloat16, 4096, 8192) if device.type == "cuda" else (torch.float32, 512, 1024)
     matrix, ids = torch.randn(size, size, device=device, dtype=dtype), torch.arange(T, device=device)[None] * 4 // T
     peak = 2 * size ** 3 / attempt(lambda: matrix @ matrix)[0]
-    print(f"{device.type}, {str(dtype)[6:]}, 8 heads x {T} x 64; a matrix product reaches {peak / 1e12:.2f} TFLOP/s")
+    print(f"{device.type}, {str(dtype)[6:]}, 8 heads x {T} x 64; a matrix product reaches {peak / 1e12:.2f} TFLOP/s\n"
+          "mask      pass      kernel     max. error      time          speed of that peak")
     masks = {"causal": causal, "window": and_masks(causal, sliding_window(T // 8)),
              "document": and_masks(causal, document(ids)), "prefix": prefix_lm((ids == 0).sum(dim=1))}
     for (name, rule), backward in itertools.product(masks.items(), (False, True)):

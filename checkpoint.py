@@ -546,6 +546,9 @@ def read_hf(path):
     from safetensors.torch import load_file
 
     path = file = Path(path)
+    if not path.exists():
+        raise ValueError(f"{path} does not exist: expected a run of train.py, a Hugging Face folder (hf download NAME "
+                         "--local-dir DIR makes one) or nanoGPT's ckpt.pt")
     if Path(path, "checkpoints").is_dir():
         raise ValueError(f"{path} is a run of train.py: python checkpoint.py export {path} DIR makes a folder of it")
     try:

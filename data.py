@@ -77,6 +77,8 @@ def store_bpe(texts, size, folder):
     bpe.train_from_iterator(texts, vocab_size=size - 1)  # <|endoftext|> is the last id
     # tiktoken's own file format, but it has no place for the pattern that splits text into words: meta.json keeps that
     lines = [base64.b64encode(bytes(token)) + b" %d\n" % rank for token, rank in bpe.get_mergeable_ranks()]
+    if len(lines) < size - 1:
+        print(f"note: the text has no more pairs to join: {len(lines) + 1} ids rather than {size}")
     (folder / "tokenizer.tiktoken").write_bytes(b"".join(lines))
     (folder / "meta.json").write_text(json.dumps({"pattern": bpe.get_pattern()}), encoding="utf-8")
 
@@ -369,7 +371,7 @@ def tokenize(corpus, folder, config):
     dtype = np.dtype("<u2" if encoding.n_vocab <= 1 << 16 else "<u4")  # a uint16 would silently turn 65,536 into 0
     meta = {**read_meta(folder), "tokenizer": encoding.name, "vocab_size": encoding.n_vocab, "eot": encoding.eot_token,
             "dtype": dtype.name, "train_tokens": 0, "val_tokens": 0, "train_bytes": 0, "val_bytes": 0, "documents": 0}
-    threads = config.workers or os.cpu_count()
+    threads, unreadable = config.workers or os.cpu_count(), 0
     with ThreadPoolExecutor(threads) as pool, tqdm(unit=" tokens", unit_scale=True, disable=None) as bar:
         batches = iter(lambda: list(itertools.islice(corpus, BATCH)), [])
         tasks = ((entries, pool.submit(encode, encoding, entries)) for entries in batches)
@@ -378,6 +380,7 @@ def tokenize(corpus, folder, config):
             entries, task = ahead.popleft()
             for split, number, _, text in entries:
                 meta[f"{split}_bytes"] += len(text.encode())
+                unreadable += text.count("\ufffd")
                 meta["documents"] = max(meta["documents"], number)
             for split, (ids, targets) in task.result().items():
                 append(folder / split, ids.astype(dtype), meta[f"{split}_tokens"], config.shard_tokens)
@@ -387,6 +390,8 @@ def tokenize(corpus, folder, config):
                 bar.update(len(ids))
             ahead.extend(itertools.islice(tasks, 1))
     require(meta["train_tokens"], "the sources hold no text to train on")
+    if unreadable:
+        print(f"note: {unreadable:,} x U+FFFD, which stands for what is not UTF-8: convert it (iconv -t utf-8)")
     if config.prompt_key:  # a loss of responses alone has no bits per byte of all the text
         meta |= {"prompt_key": config.prompt_key, "response_key": config.response_key, "val_bytes": None}
     (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
@@ -468,7 +473,9 @@ class TokenDataset:
         name = re.compile(rf"(.*[^a-z])?{split}[^a-z](?!(.*[^a-z])?(train|val)[^a-z]).*")
         paths = sorted(path for path in Path(folder).glob("*.bin") if name.fullmatch(path.name))
         if not paths:
-            raise FileNotFoundError(f"{folder} has no *{split}*.bin: python data.py SOURCE --out {folder} prepares it, "
+            # Text, or a folder of it, cannot be made a data set where it is.
+            source, out = (folder, "data/mine") if os.path.exists(folder) else ("SOURCE", folder)
+            raise FileNotFoundError(f"{folder} has no *{split}*.bin: python data.py {source} --out {out} prepares one, "
                                     "and with --val_fraction above 0 both splits")
         self.shards = [open_shard(path, header) for path in paths]
         self.meta = (LLM_C[self.shards[0][1]] if header else dict.fromkeys(("tokenizer", "vocab_size", "eot"))) | meta
@@ -600,6 +607,7 @@ class DataConfig:
         require(1 <= self.shard_tokens < 1 << 31, f"--shard_tokens is {self.shard_tokens}, expected 1 to 2147483647")
         require(not self.train_bpe or self.tokenizer == "bytes", f"drop --train_bpe or --tokenizer {self.tokenizer}")
         require(self.out, "--out is empty, expected a new folder")
+        require(not self.sources or self.out != DataConfig.out, "--out is missing: name a folder, as --out data/mine")
         require(bool(self.prompt_key) == bool(self.response_key), "--prompt_key and --response_key go together")
         require(not self.prompt_key or self.text_key == "text", "--text_key has no effect with --prompt_key: drop one")
         load_tokenizer(self.tokenizer)  # for its error alone: the file it may need is cached from here on

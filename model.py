@@ -206,7 +206,10 @@ def summed_loss(x, weight, targets, softcap=0.0):
 
 
 class GPT(nn.Module):
-    """tokens (B, T) -> logits (B, T, V), or with targets -> the sum of the losses."""
+    """tokens (B, T) -> logits (B, T, V), or with targets -> the sum of the losses.
+
+    Its tables are zeros until `distributed.materialize(model, device, seed)` gives all parameters their initial values.
+    """
 
     def __init__(self, config, backend="auto"):
         super().__init__()

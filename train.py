@@ -124,6 +124,11 @@ class TrainConfig:
         model_config(self, vocab_size=1)
 
 
+# nanoGPT's names, where they are not nearly ours.
+NANOGPT = {"--block_size": "--seq_len", "--max_iters": "--steps", "--learning_rate": "--lr", "--out_dir": "--out",
+           "--gradient_accumulation_steps": "--micro_batch", "--dataset": "--data", "--eval_interval": "--eval_every"}
+
+
 def parse_args(kind, prog, argv=None):
     """Command line -> instance of dataclass `kind`, the single source of flags, types, defaults and help.
 
@@ -151,7 +156,8 @@ def parse_args(kind, prog, argv=None):
             for word in (sys.argv[1:] if argv is None else argv)]
     values, unknown = parser.parse_known_intermixed_args(argv)  # sources or a prompt may stand behind flags
     if unknown:
-        near = difflib.get_close_matches(unknown[0].split("=")[0], parser._option_string_actions, n=1)
+        name = unknown[0].split("=")[0]
+        near = difflib.get_close_matches(NANOGPT.get(name, name), parser._option_string_actions, n=1)
         parser.error(f"unknown argument {unknown[0]}" + (f", did you mean {near[0]}?" if near else ""))
     try:
         return kind(**vars(values))
@@ -334,7 +340,11 @@ def tell(*words, **options):
 
 
 def setup(config, world, micro_batch):
-    """All that can fail before step 0 -> the run's parts. ValueError, OSError or ImportError hold one clear line."""
+    """All that can fail before step 0 -> the run's parts. ValueError, OSError or ImportError hold one clear line.
+
+    Two of them are the same network: `raw`, the GPT with plain parameter names, and `model`, which is called: compiled
+    and wrapped as the layout asks.
+    """
     fields = model_config(config, vocab_size=1)
     say = tell if world.writer else lambda *words, **options: None
     # Data first: it says how many ids the model needs, and the checkpoint must be of this model.
@@ -357,7 +367,7 @@ def setup(config, world, micro_batch):
     # What this machine computes with. Each choice comes with its reason, for the lines below.
     dtype, why_dtype = world.agree(pick_dtype(config.dtype, world.device))
     compiled, why_compile = world.agree(pick_compile(config, world.device))
-    backend, note = world.agree(pick_backend(config.attention, config.sdpa, fields, world.device, dtype))
+    backend, why_backend = world.agree(pick_backend(config.attention, config.sdpa, fields, world.device, dtype))
     # Shapes alone until the model is sharded: no process ever holds more than its share, and then the weights come.
     with torch.device("meta"):
         run.raw = GPT(fields, backend)
@@ -392,7 +402,7 @@ def setup(config, world, micro_batch):
     say(f"data      {config.data}: {run.dataset.tokens:,} tokens to train on, {run.validation.tokens:,} to validate, "
         f"tokenizer {run.note['tokenizer']} of {fields.vocab_size:,}")
     say(f"model     {config.init_from or config.model or 'nano'}: {run.raw.num_params():,} parameters, "
-        f"{fields.n_layer} layers x {fields.n_embd}, {note}")
+        f"{fields.n_layer} layers x {fields.n_embd}, {why_backend}")
     say(f"batch     {config.batch_size} sequences = {world.data_size} processes x {run.accumulation} micro-batches x "
         f"{micro_batch}, each of {fields.seq_len} tokens")
     say(f"machine   {world.size} x {world.device.type}, {str(dtype)[6:]} ({why_dtype}), compile {why_compile}, "
@@ -446,7 +456,7 @@ def optimizer_step(run, batches, step):
     with run.profiler.region("data"):
         micro = [run.meter.wait(batches) for _ in range(run.accumulation)]
     # Of the whole global batch. None at all makes a loss of 0 / 0, and such an update is skipped.
-    targets = run.world.sum(sum((y != -100).sum() for _, y in micro))
+    count = run.world.sum(sum((y != -100).sum() for _, y in micro))
     # loss = sum of all targets' losses / number of all targets, in whatever parts it is computed: each micro-batch adds
     # its share to the gradients, so nothing depends on how many there are (a mean of means would).
     total = torch.zeros((), device=run.world.device)
@@ -454,7 +464,7 @@ def optimizer_step(run, batches, step):
         distributed.accumulate(run.model, last=i == run.accumulation - 1)
         with run.profiler.region("forward"), run.autocast:
             # The wrappers average gradients over the data ranks: times their number, the mean is the sum again.
-            loss = run.model(x, y) * (run.world.data_size / targets)
+            loss = run.model(x, y) * (run.world.data_size / count)
         with run.profiler.region("backward"):
             run.scaler.scale(loss).backward()
         total += loss.detach()
@@ -493,7 +503,7 @@ def evaluate(run, step):
     if run.config.eval_tokens:
         windows = min(windows, math.ceil(run.config.eval_tokens / run.raw.config.seq_len))
     run.model.eval()
-    total, targets = torch.zeros(2, device=world.device)
+    total, count = torch.zeros(2, device=world.device)
     for first in range(0, windows, batch * world.data_size):
         # Past the end: windows without targets, so that all processes make the same number of equally large calls.
         mine = range(first + world.data_rank * batch, first + (world.data_rank + 1) * batch)
@@ -502,17 +512,17 @@ def evaluate(run, step):
         y[[i >= windows for i in mine]] = -100
         with run.autocast:
             total += run.model(x, y)
-        targets += (y != -100).sum()
+        count += (y != -100).sum()
     run.model.train()
     distributed.reshard(run.raw)
-    loss = (world.sum(total) / world.sum(targets)).item()
+    loss = (world.sum(total) / world.sum(count)).item()
     meta, elapsed = run.validation.meta, time.perf_counter() - STARTED
     bits = loss / math.log(2) * run.validation.tokens / meta["val_bytes"] if meta.get("val_bytes") else math.nan
     values = dict(val_loss=loss, val_bpb=bits)
     guard(run, write_metrics, run, [dict(step=step, **values, elapsed_s=elapsed)])
     known = "" if math.isnan(bits) else f" = {bits:.4f} bits per byte"  # of responses alone there is no such thing
     if math.isnan(loss):
-        known = ", for no target is among these tokens: raise --eval_tokens" if not world.sum(targets) else ""
+        known = ", for no target is among these tokens: raise --eval_tokens" if not world.sum(count) else ""
     run.say(f"step {step}  validation loss {loss:.4f} nats{known}  {elapsed:.0f} s")
     return values
 
@@ -632,12 +642,16 @@ def loop(run):
         say("train.py: more than --max_skips: lower --lr, or go on from the last checkpoint with another --seed")
         return 1
     if stopping and not last:
-        say(f"stopped at step {step} by {signal.Signals(stopping).name}: the same command goes on from there")
+        again = "the same command" if config.resume == "auto" else "--resume auto"
+        say(f"stopped at step {step} by {signal.Signals(stopping).name}: {again} goes on from there")
         return 128 + stopping
     show_sample(run)
+    # From here the rate would rise again; a checkpoint before wsd's decay is one of the longer run, too.
+    early = [n for n in run.checkpointer.steps() if n <= step // 2 and config.schedule == "wsd"]
+    resume = f" --resume {early[-1]}" if early else ""
     say(f'{config.out} is complete at step {step}. Sample: python model.py {config.out} "...". Go on: --steps '
-        f"{2 * step}. Start over: --resume never. Scale up: torchrun --nproc_per_node=8 train.py --data {config.data} "
-        f"--model gpt2 --out {config.out}-gpt2")
+        f"{2 * step}{resume}. Start over: --resume never. Scale up: torchrun --nproc_per_node=8 train.py --data "
+        f"{config.data} --model gpt2 --out {config.out}-gpt2")
     return int(run.unsaved)
 
 
