@@ -148,6 +148,8 @@ def broken(folder, read=None):
     """
     name = "files.json"
     try:
+        if not {".metadata", "state.json"} <= file_list(folder).keys():
+            return f"{name} is not of a whole checkpoint"
         for number, (name, (size, crc)) in enumerate(file_list(folder).items()):
             if os.path.basename(name) != name:
                 return f"{name} is a path out of the folder"
@@ -349,17 +351,18 @@ class Checkpointer:
 
         With read=(rank, ranks) each rank compares the checksums of its share of the files.
         """
-        problems = []
+        problems = {}
         for number in self.agree([step] if step is not None else self.numbers()[::-1]) or ():
             problem = self.agree(broken(self.folder(number), read))
             if problem is None:
                 if problems and self.rank == 0:
-                    print(f"skipped {'; '.join(problems)}", flush=True)
+                    print(f"skipped {'; '.join(problems.values())}", flush=True)
                 self.verified = number if read else self.verified
                 return number
-            problems.append(f"checkpoint {number}: {problem}")
+            problems[number] = f"checkpoint {number}: {problem}"
         if problems:
-            raise ValueError(f"{self.root}: {'; '.join(problems)}. Complete are: {self.steps() or 'none'}")
+            complete = [number for number in self.steps() if number not in problems]
+            raise ValueError(f"{self.root}: {'; '.join(problems.values())}. Complete are: {complete or 'none'}")
 
     def load(self, model, optimizers=(), step=None):
         """Fill model and optimizers from `step`, or from the newest complete checkpoint -> (step, extra).

@@ -156,13 +156,14 @@ class Profiler:
 
     def __init__(self, folder, device, rank=0, say=print, detail=False):
         self.folder, self.device, self.rank, self.say, self.detail, self.trace = folder, device, rank, say, detail, None
+        if folder:
+            folder.mkdir(parents=True, exist_ok=True)
 
     def __enter__(self):
         if self.folder:
             import torch
-            self.folder.mkdir(parents=True, exist_ok=True)
             schedule = dict(SCHEDULE, warmup=4, active=1) if self.detail else SCHEDULE
-            self.trace = tracer(schedule, self.write, self.detail)  # the schedule starts it
+            self.trace = tracer(schedule, self.finish, self.detail)  # the schedule starts it
             if self.device.type == "cuda":
                 torch.cuda.memory._record_memory_history(max_entries=100_000)
 
@@ -196,9 +197,16 @@ class Profiler:
             yield
             synchronize(self.device)
 
-    def write(self, trace):
-        """Write what torch.profiler has recorded; rank 0 prints the summary."""
+    def finish(self, trace):
+        """Write what torch.profiler has recorded; a full disk costs this alone."""
         self.trace = None
+        try:
+            self.write(trace)
+        except OSError as error:
+            self.say(f"no profile: {error}")
+
+    def write(self, trace):
+        """Write the trace; rank 0 also the table of operators and the summary, which it prints."""
         file = self.folder / f"trace_rank{self.rank}.json.gz"
         trace.export_chrome_trace(str(file))
         shrink(file, 50e6)

@@ -725,6 +725,9 @@ def test_what_a_run_says_of_going_on_is_true():
         flags = [f"--data={d}/data", "--save_every=4"]
         output = train_here(f"--out={d}/out", "--steps=8", *flags)[1]
         assert "Go on: --steps 16 --resume 4." in output, output
+        with mock.patch.object(train_file, "loop", lambda run: 1):  # killed before the next save: auto must not take 8
+            train_here(f"--out={d}/out", "--steps=16", "--resume=4", *flags)
+        assert Checkpointer(d / "out").steps() == [4]
         with mock.patch.object(train_file, "watch_signals", lambda: [signal.SIGTERM]):
             code, output = train_here(f"--out={d}/out", "--steps=16", "--resume=4", *flags)
         assert code == 143 and "step 5 by SIGTERM: --resume auto goes on from there" in output, output
@@ -765,6 +768,7 @@ def test_metrics_are_whole_lines_after_a_full_disk():
         with open(path, "a") as file:
             file.write('{"step": 4, "lo{"step": 5, "loss": 1.0}\n')
             file.write('{"step": 6, "loss": 1.0}\n{"step": 7, "loss": 1.0}\n')
+            file.buffer.write(b"\xff\xfe{rubbish\n")
         train_file.cut_metrics(path, 6)
         assert [json.loads(line)["step"] for line in path.read_text().splitlines()] == [1, 2, 3, 6]
 
@@ -890,6 +894,9 @@ def test_wrong_input_to_training_is_one_line():
             assert code == expected and output.count("\n") == 1, (wrong, code, output)
             assert all(word in output for word in words.split()), (wrong, output)
             assert not (d / "out").exists(), wrong
+        with mock.patch.dict(os.environ, TORCHELASTIC_MAX_RESTARTS="1"):
+            code, output = exit_of(lambda: train_here(*flags, "--resume=never", catch=False))
+        assert code == 2 and "--max-restarts" in output and output.count("\n") == 1, output
         output = run_python(train_file.__file__, "--data=nowhere", code=1)
         assert output.count("\n") == 1 and output.startswith("train.py: nowhere"), output
 
@@ -1083,6 +1090,9 @@ def test_summary_on_cuda_has_fragmentation():
     stats = {"allocated_bytes.all.peak": 3 * 10 ** 9, "reserved_bytes.all.peak": 4 * 10 ** 9}
     with folder() as d, mock.patch.object(torch.cuda, "memory_stats", lambda device: stats):
         code, output = exit_of(profile.Profiler(d, torch.device("cuda")).write, trace)
+        trace.export_chrome_trace = mock.Mock(side_effect=OSError(28, "No space left on device"))
+        failed = exit_of(profile.Profiler(d, torch.device("cuda")).finish, trace)[1]
+    assert failed == "no profile: [Errno 28] No space left on device\n", failed
     assert "3.00 GB allocated, 4.00 GB reserved, fragmentation 25.0%" in output, output
 
 
@@ -1238,7 +1248,7 @@ def test_readme_names_what_exists():
     known = {field.name for command in commands for field in dataclasses.fields(command)}
     others = """help gpus gpu json list slow standalone nproc_per_node nnodes rdzv_id rdzv_backend rdzv_endpoint
         max-restarts monitor-interval rdzv_conf signals-to-handle
-        nodes ntasks-per-node gpus-per-node cpus-per-task time signal"""
+        nodes ntasks-per-node gpus-per-node cpus-per-task time signal kill-on-bad-exit"""
     assert not set(re.findall(r"(?<![\w-])--([a-z][a-z_-]+)", text)) - known - set(others.split())
 
 
@@ -1276,7 +1286,7 @@ def test_imports_point_one_way_and_the_tree_stays_small():
             documentation = {line for text in documented for line in range(text.lineno, text.end_lineno + 1)}
             text = enumerate((HERE / f"{name}.py").read_text(encoding="utf-8").splitlines(), 1)
             lines += sum(number not in documentation and bool(line.split("#")[0].strip()) for number, line in text)
-    assert lines <= 2531, f"{lines} lines of code"
+    assert lines <= 2558, f"{lines} lines of code"
 
 
 # ---- data ------------------------------------------------------------------------------------------------------------
@@ -1994,6 +2004,10 @@ def test_checkpoint_any_damage_is_seen_and_the_one_before_loads():
                 assert "step_00000002" in message and "step_00000001" not in message
                 path.write_bytes(whole)
         assert load_fresh(folder)[0] == 2
+        (newest / "files.json").write_text("{}")
+        assert quietly(load_fresh, folder)[0][0] == 1 and "files.json is not of a whole" in error_of(
+            quietly, checkpoint.verify, folder)
+        relist(newest)
         checkpoints = newest.parent
         (checkpoints / "step_00000009").mkdir()
         shutil.copytree(newest, checkpoints / ".tmp-step_00000007")
@@ -2244,7 +2258,7 @@ def test_a_failed_write_costs_one_checkpoint_and_the_exit_code():
             data.prepare([model_file.__file__], d / "data")
             code, output = train_here(f"--data={d}/data", f"--out={d}/out", "--steps=6", "--save_every=2", flag)
             assert code == 1 and "not saved: checkpoint 2 is not written: " in output, output
-            assert all(word in output for word in words) and "complete at step 6" in output, output
+            assert all(word in output for word in [*words, "complete at step 6, but not all was saved"]), output
             assert Checkpointer(d / "out").steps() == [4, 6]
     with folder() as d, mock.patch.object(Checkpointer, "commit", full):
         data.prepare([model_file.__file__], d / "data")
@@ -2888,6 +2902,20 @@ def test_slow_a_signal_to_one_process_stops_both():
             assert len(Checkpointer(out).steps()) == 1 and Checkpointer(out).steps() != [60]
             assert exit_codes(forked(2, run, out.name)) == [0, 0]
             close_to(out, d / "whole")
+
+
+def test_slow_what_one_process_alone_finds_parts_none():
+    """A tokenizer that one machine lacks costs the sample; an --out that rank 0 cannot make ends both at once."""
+    with folder() as d:
+        data.prepare([model_file.__file__], d / "data")
+        (d / "file").touch()
+
+        def run(out):
+            lacks = mock.Mock(side_effect=OSError("not here")) if os.environ.get("RANK") == "1" else data.load_tokenizer
+            with mock.patch.object(data, "load_tokenizer", lacks):
+                return train_here(f"--data={d}/data", f"--out={d}/{out}", "--steps=2", "--fsdp", catch=False)
+        assert exit_codes(forked(2, run, "out"), seconds=100) == [0, 0]
+        assert exit_codes(forked(2, run, "file"), seconds=100) == [1, 1]
 
 
 def test_slow_elastic():

@@ -286,7 +286,7 @@ def pick_micro_batch(config, processes):
 
 def cut_metrics(path, step):
     """Leave out of metrics.jsonl the lines after `step`: after a resume no step is in it twice."""
-    lines = path.read_text(encoding="utf-8").splitlines() if path.exists() else []
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
     # Not json.loads: a power cut may leave torn lines, and those go, too.
     found = [re.fullmatch(r'{"step": (\d+),[^{}]*}', line) for line in lines]
     kept = [match[0] for match in found if match and int(match[1]) <= step]
@@ -388,11 +388,14 @@ def setup(config, world, micro_batch):
     if run.step > config.steps:
         raise ValueError(f"--steps {config.steps} is below step {run.step}, which {config.out} has reached: take more, "
                          "or --resume never")
-    if world.writer:  # nothing was written until here, where nothing else can fail
-        move_aside(config, say)
-        Path(config.out).mkdir(parents=True, exist_ok=True)
-        write_whole(Path(config.out, "config.json"), json.dumps(run.note, indent=2) + "\n")
-        cut_metrics(Path(config.out, "metrics.jsonl"), run.step)
+    problem = None
+    try:  # nothing was written until here, where nothing else can fail
+        if world.writer:
+            prepare_out(run)
+    except (OSError, ValueError) as error:
+        problem = str(error)
+    if problem := world.agree(problem):
+        raise ValueError(problem)
     peak, source = profile.peak_flops(world.device, dtype, config.peak_tflops)
     run.meter = profile.Meter(run.raw.flops_per_token(fields.seq_len), peak * world.size, world.device)
     profiled = (config.profile or config.profile_detail) and Path(config.out, "profile")
@@ -411,6 +414,17 @@ def setup(config, world, micro_batch):
         + (f"resumed at step {run.step} of {config.steps}" if run.step else
            f"{config.steps} steps from {config.init_from or 'scratch'}"))
     return run
+
+
+def prepare_out(run):
+    """Make --out what a run at `run.step` leaves: an earlier run renamed, or what came after this step removed."""
+    out = Path(run.config.out)
+    move_aside(run.config, run.say)
+    out.mkdir(parents=True, exist_ok=True)
+    write_whole(out / "config.json", json.dumps(run.note, indent=2) + "\n")
+    cut_metrics(out / "metrics.jsonl", run.step)
+    if run.config.resume.isdecimal():  # --resume auto must not go on from a later checkpoint
+        run.checkpointer.prune(run.step)
 
 
 def move_aside(config, say):
@@ -567,10 +581,13 @@ def show_sample(run):
     """Print how the model continues the validation text. Every process computes it, for the model may be sharded."""
     if run.dataset.meta["tokenizer"] is None or run.world.has("tp"):  # --tp splits sequences, one token has no parts
         return run.say("no sample: " + ("--tp has none" if run.world.has("tp") else "meta.json names no tokenizer"))
+    tokenizer, problem = None, "another process lacks the tokenizer"
     try:
         tokenizer = data.load_tokenizer(run.dataset.meta["tokenizer"], run.config.data)
     except (OSError, ValueError) as error:  # the run is complete and saved, with or without a sample
-        return run.say(f"no sample: {error}")
+        problem = error
+    if run.world.any(tokenizer is None):
+        return run.say(f"no sample: {problem}")
     prompt = run.validation.fixed(0)[0][:min(32, run.raw.config.seq_len // 2)].tolist()
     tokens = min(200, run.raw.config.seq_len - len(prompt))  # learned positions end there
     run.raw.eval()
@@ -588,6 +605,9 @@ def train(config):
         micro_batch = pick_micro_batch(config, world.data_size)
         if config.offload and world.device.type != "cuda":
             raise ValueError(f"--offload has no effect on --device {world.device.type}: drop it")
+        if config.resume != "auto" and distributed.setting("TORCHELASTIC_MAX_RESTARTS"):
+            raise ValueError(f"--resume {config.resume} would go back at each restart of torchrun --max-restarts: once "
+                             "without the latter, then --resume auto")
     except ValueError as error:  # flags that do not go together: a mistake of usage
         distributed.refuse(f"train.py: {error}", 2)
     try:
@@ -649,7 +669,8 @@ def loop(run):
     # From here the rate would rise again; a checkpoint before wsd's decay is one of the longer run, too.
     early = [n for n in run.checkpointer.steps() if n <= step // 2 and config.schedule == "wsd"]
     resume = f" --resume {early[-1]}" if early else ""
-    say(f'{config.out} is complete at step {step}. Sample: python model.py {config.out} "...". Go on: --steps '
+    lacking = ", but not all was saved, see above" if run.unsaved else ""
+    say(f'{config.out} is complete at step {step}{lacking}. Sample: python model.py {config.out} "...". Go on: --steps '
         f"{2 * step}{resume}. Start over: --resume never. Scale up: torchrun --nproc_per_node=8 train.py --data "
         f"{config.data} --model gpt2 --out {config.out}-gpt2")
     return int(run.unsaved)
