@@ -620,8 +620,11 @@ def open_model(path, build):
         known = "gpt2" if fields["vocab_size"] in (50257, 50304) else None  # 50304: as nanoGPT rounds it up
         own = os.path.abspath(path) if Path(path, "tokenizer.json").exists() else known
         extra, initial = {"model": fields, "tokenizer": own, "data": None}, import_hf
-    with torch.device("meta"):
-        model = build(extra["model"])
+    try:
+        with torch.device("meta"):
+            model = build(extra["model"])
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{path} was saved by another version of this program: {error}") from None
     initial = initial and initial(model, path)  # names and shapes are known to fit before there is memory
     model.to_empty(device="cpu")
     if initial is None:

@@ -451,8 +451,11 @@ def open_run(run):
     step = int(config.resume) if config.resume.isdecimal() else None
     step = run.checkpointer.choose(step, read=(world.rank, world.size))
     if step is not None:
-        then, now = ({**note["config"], **dataclasses.asdict(ModelConfig(**note["model"])),
-                     "tokenizer": note["tokenizer"]} for note in (run.checkpointer.read_extra(step), run.note))
+        try:
+            then, now = ({**note["config"], **dataclasses.asdict(ModelConfig(**note["model"])),
+                         "tokenizer": note["tokenizer"]} for note in (run.checkpointer.read_extra(step), run.note))
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"{config.out} was saved by another version of this program: {error}") from None
         changed = [name for name in now if then.get(name) != now[name] and name not in ("resume", "out")]
         for name in changed:
             if name in run.note["model"] or name in ("tokenizer", "optimizer"):
