@@ -3229,7 +3229,7 @@ def worker_manners(_):
     world.any(False)
 
 
-def test_waiting_agreeing_and_failing():
+def test_slow_waiting_agreeing_and_failing():
     """One process prepares while the others wait; a rank's exception ends the job, with its traceback."""
     done = torchrun(2, "worker_manners", timeout=100)
     ended = time.time()
