@@ -66,7 +66,7 @@ def empty(entry, group, parameter):
 
 
 def compare(saved, wanted, problem="the checkpoint is of another model or optimizer"):
-    """ValueError, with names and both shapes, unless what is `saved`, {name: shape}, is what is `wanted`."""
+    """ValueError, with names and both forms, unless what is `saved`, {name: shape or more}, is what is `wanted`."""
     odd = sorted(key for key in saved.keys() | wanted.keys() if saved.get(key) != wanted.get(key))
     if odd:
         shown = [f"{key} is {saved.get(key, 'absent')} in it, {wanted.get(key, 'absent')} here" for key in odd[:4]]
@@ -384,8 +384,8 @@ class Checkpointer:
         moments = {key: empty(entry, *state_of[owner][1:]) for key, entry in entries.items()
                    if (owner := key.rpartition(".")[0]) in state_of}
         targets = tensors(model) | moments
-        compare({key: tuple(entry.size) for key, entry in entries.items()},
-                {key: tuple(tensor.shape) for key, tensor in targets.items()})
+        compare({key: f"{tuple(entry.size)} {entry.properties.dtype}" for key, entry in entries.items()},
+                {key: f"{tuple(tensor.shape)} {tensor.dtype}" for key, tensor in targets.items()})
         reader = dcp.FileSystemReader(self.folder(step))
         reader.read_metadata = lambda *args, **kwargs: index  # its own would unpickle anything
         try:
@@ -557,7 +557,7 @@ def read_hf(path):
     try:
         if path.is_file():
             saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            kind, found, args = "gpt2", saved["model"], {"model_type": "gpt2", **saved["model_args"]}
+            kind, found, args = "gpt2", dict(saved["model"]), {"model_type": "gpt2", **saved["model_args"]}
             args |= {"n_positions": args.pop("block_size"), "resid_pdrop": args.pop("dropout", 0.0)}
             bias = args.pop("bias", True)
             fields = model_fields(args) | {"bias": bias, "mlp": "gelu_exact"}
@@ -600,6 +600,10 @@ def import_hf(model, path):
     if head is not None and embed in tensors and not torch.equal(head, tensors[embed]):
         raise ValueError(f"{path}: lm_head.weight is not {embed}, though tie_word_embeddings is true")
     wanted = {theirs: (sum(shapes[name][0] for name in ours), *shapes[ours[0]][1:]) for theirs, ours in parts.items()}
+    for name, tensor in tensors.items():
+        if not (torch.is_tensor(tensor) and tensor.is_floating_point()):
+            kind = getattr(tensor, "dtype", type(tensor))
+            raise ValueError(f"{path}: {name} is {kind}, expected a tensor of floating point, not quantized")
     compare({name: tuple(tensor.shape) for name, tensor in tensors.items()}, wanted,
             f"{path} is no such model (has it fewer ids than the tokenizer of --data, or positions than --seq_len?)")
     found = {name: part for theirs, ours in parts.items() for name, part in zip(ours, tensors[theirs].chunk(len(ours)))}
