@@ -78,19 +78,19 @@ def document_starts(tokens, index, doc_start, past):
 MASKS = {}
 
 
-def model_mask(tokens, origin, config, backend, cache=None, rule=causal):
+def model_mask(tokens, origin, config, backend, cache=None, rule=causal, heads=None):
     """The mask of one forward pass over `tokens` (B, T), one for all layers; None where SDPA needs none.
 
     It is `rule`, and by the fields of `config`: among the newest `window` tokens (0: all), in the own document, of
     which `origin` says where it began (from `document_starts`). A document's last target is the token that begins the
-    next, as generation ends with it.
+    next, as generation ends with it. `heads`: the range of those that this process has (None: all).
     """
     (batch, queries), device = tokens.shape, tokens.device
     keys = queries if cache is None else cache.advance(queries)
     window = min(keys, config.window or keys, cache.capacity if cache else keys)
     rules = [rule]  # a field's own rule joins here: what follows is right for it with a cache and behind filler, too
     plain, key = rules == [causal] and origin is None, (backend == "flex", window, queries, keys, device)
-    lasting, heads = plain and cache is None, 1 if rules == [causal] else config.n_head
+    lasting, heads = plain and cache is None, range(1) if rules == [causal] else heads or range(config.n_head)
     # SDPA has the triangle of T == S by itself, and the newest token sees all that a cache keeps.
     triangle = window == keys and queries in (1, keys) and not config.softcap
     if plain and triangle and backend not in ("flex", "reference"):
@@ -104,8 +104,12 @@ def model_mask(tokens, origin, config, backend, cache=None, rule=causal):
         rules = [cache.counted(and_masks(*rules), keys)]
     if origin is not None:  # equal where no token in between begins another document
         rules.append(document(cache.extend("origin", origin[..., None])[..., 0] if cache else origin))
+    seen = and_masks(*rules)
+
+    def own(b, h, q_idx, kv_idx):
+        return seen(b, h + heads.start, q_idx, kv_idx)
     # A rule of your own may ask for row and head, so it is made for each: dense, a byte for each of (B, H, T, S).
-    mask = make_mask(and_masks(*rules), backend, queries, keys, device, 1 if plain else batch, heads)
+    mask = make_mask(own, backend, queries, keys, device, 1 if plain else batch, len(heads))
     # Kept, unless made under inference_mode: autograd refuses such tensors in a later training step.
     if lasting and not (torch.compiler.is_compiling() or torch.is_inference_mode_enabled()) and len(MASKS) < 8:
         MASKS[key] = mask

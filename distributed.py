@@ -8,10 +8,13 @@ and "tp" (tensor parallel, innermost: its neighbours talk in every layer). `star
 
 Shapes: B batch, T tokens, C model width, V vocabulary, H heads, D head width.
 """
+import atexit
 import gc
 import logging
 import os
+import socket
 import sys
+import threading
 import time
 import uuid
 from contextlib import ExitStack, contextmanager, suppress
@@ -144,8 +147,9 @@ def start(device="auto", fsdp=False, replicas=1, tp=1, timeout=None, **sizes):
     store, rank, size = meet(timeout)
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=rank, world_size=size,
                             timeout=timedelta(seconds=timeout), device_id=device if cuda else None)
-    sys.excepthook = partial(leave, sys.excepthook)
-    return connect(shape, device)
+    world = connect(shape, device)
+    stand_together(world, store)
+    return world
 
 
 def meet(timeout):
@@ -183,14 +187,38 @@ def connect(shape, device):
     return World(device, rank, size, rank == 0, rank // tp, size // tp, mesh)
 
 
-def leave(show, *error):
-    """Excepthook: print the traceback and end at once, for a tidy exit could wait for peers that wait for this process.
+def stand_together(world, store):
+    """From here until `stop`, when one process ends in whatever way, all do: within seconds, on all machines.
 
-    torchrun sees the exit code and ends the others.
+    torchrun ends the processes of its own machine; those of the others would wait in a collective for --timeout.
     """
-    show(*error)
-    sys.stderr.flush()
-    os._exit(1)
+    stopped, show, name = threading.Event(), sys.excepthook, f"process {world.rank} on {socket.gethostname()}"
+    world.entered.callback(stopped.set)
+
+    def leave(*error):
+        show(*error)
+        sys.stderr.flush()
+        tell()
+        os._exit(1)  # at once: a tidy exit could wait for peers that wait for this process
+
+    def tell():
+        if not stopped.is_set():
+            with suppress(RuntimeError):  # the store may have gone with its process
+                store.set("ended", name)
+
+    def watch(store):
+        while not stopped.wait(1):
+            try:
+                ended = store.get("ended").decode() if store.check(["ended"]) else ""
+            except RuntimeError:
+                ended = "the process that holds the store"
+            if ended and not stopped.is_set():
+                if not setting("LOCAL_RANK"):
+                    print(f"{name} ends, since {ended} has: the reason is printed there", file=sys.stderr, flush=True)
+                os._exit(1)
+    sys.excepthook = leave
+    atexit.register(tell)
+    threading.Thread(target=watch, args=(store.clone(),), daemon=True).start()  # a connection is one thread's
 
 
 def refuse(message, code):
@@ -208,7 +236,7 @@ def stop(world):
     """Leave the process group. Call it when the function that held model and optimizer has returned.
 
     gloo aborts about one exit in ten (code -6) while a wrapped model is alive, so garbage is collected first. After an
-    exception do not call it: the peers may be stuck in a collective, and `leave` ends this process without them.
+    exception do not call it: the peers may be stuck in a collective; `stand_together` ends them.
     """
     world.entered.close()
     if "torch._dynamo" in sys.modules:
@@ -288,6 +316,8 @@ def tensor_parallel(raw, world):
     for name, module in list(raw.named_modules()):
         for style in styles.get(PLAN.get(name.rpartition(".")[2]), []):
             parallel.parallelize_module(module, mesh, style)
+    heads = raw.config.n_head // mesh.size()
+    raw.heads = range(mesh.get_local_rank() * heads, (mesh.get_local_rank() + 1) * heads)  # for rules that ask for them
     # Not the collective's pending result: a compiled block that is given one fails in backward (torch 2.13).
     raw.embed.register_forward_hook(lambda module, inputs, output: output.clone())
     # The logits stay sharded over the vocabulary: the softmax exchanges a maximum and a sum per token, not V logits.

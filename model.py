@@ -213,7 +213,7 @@ class GPT(nn.Module):
 
     def __init__(self, config, backend="auto"):
         super().__init__()
-        self.config, self.backend = config, backend
+        self.config, self.backend, self.heads = config, backend, None
         self.embed = table(config.vocab_size, config.n_embd)
         self.position = table(config.seq_len, config.n_embd) if config.position == "learned" else None
         self.dropout = nn.Dropout(config.dropout)
@@ -261,7 +261,8 @@ class GPT(nn.Module):
         past = cache or KVCache(0)
         index = torch.arange(past.length, past.length + tokens.size(1), device=tokens.device)[None]  # (1, T)
         origin = document_starts(tokens, index, self.config.doc_start, past)  # (B, T)
-        mask = model_mask(tokens, origin, self.config, self.backend if cache is None else "auto", cache, rule)
+        mask = model_mask(tokens, origin, self.config, self.backend if cache is None else "auto", cache, rule,
+                          self.heads)
         # The filler's would be negative: nobody sees it, but a table of positions must have its row.
         positions = (index - (origin if self.config.restart_positions else past.padding)).clamp(min=0)  # (1 or B, T)
         rope = self.rope(positions[:, None]) if self.position is None else None  # a pair of (1 or B, 1, T, D)

@@ -2931,6 +2931,25 @@ def test_slow_what_one_process_alone_finds_parts_none():
         assert exit_codes(forked(2, run, "file"), seconds=100) == [1, 1]
 
 
+def test_slow_what_ends_one_machine_ends_all():
+    """Two machines, each with its torchrun: one lacks the data, or a process fails; the other soon ends and says why."""
+    with folder() as d:
+        (d / "b").mkdir()
+        data.prepare([model_file.__file__], d / "a" / "data")
+        fails_later = "import os, train; os.environ['RANK'] == '1' and setattr(train, 'evaluate', 3); train.main()"
+        for program in [train_file.__file__], ["--no_python", sys.executable, "-c", fails_later]:
+            options = ["--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d", "--rdzv_id=job",
+                       f"--rdzv_endpoint=127.0.0.1:{free_port()}"]
+            jobs = []
+            for machine in "ab" if len(program) == 1 else "aa":
+                jobs.append(start_python("-m", "torch.distributed.run", *options, *program, *SMALL, "--data=data",
+                                         f"--out={d}/out{len(program)}", "--steps=9", cwd=d / machine))
+            said = [job.communicate(timeout=60)[0] for job in jobs]
+            assert all(job.returncode for job in jobs), said
+            reason = "data has no *train*.bin" if len(program) == 1 else "'int' object is not callable"
+            assert sum(reason in text for text in said) == 1, said
+
+
 def test_slow_elastic():
     """torchrun starts again from the newest checkpoint by itself: a worker is killed, and then a whole machine is."""
     with folder() as d, socket.socket() as meeting:
@@ -2981,8 +3000,13 @@ def shaped(shape, tied, nano=False):
 
 
 def rule_of(shape, tokens):
-    """The `rule` with which GPT is called: in shape "prefix" the first tokens of a sequence see one another."""
-    return dict(rule=attention.prefix_lm(tokens[:, 0] % 9)) if shape == "prefix" else {}
+    """The `rule` with which GPT is called: in shape "prefix" the first tokens of a sequence see one another.
+
+    All other keys are seen by every second, third, ... query, another for each head.
+    """
+    prefix = attention.prefix_lm(tokens[:, 0] % 9)
+    rule = and_masks(prefix, lambda b, h, q_idx, kv_idx: (q_idx - kv_idx) % (h + 1) == 0)
+    return dict(rule=rule) if shape == "prefix" else {}
 
 
 def meta(config):

@@ -388,14 +388,8 @@ def setup(config, world, micro_batch):
     if run.step > config.steps:
         raise ValueError(f"--steps {config.steps} is below step {run.step}, which {config.out} has reached: take more, "
                          "or --resume never")
-    problem = None
-    try:  # nothing was written until here, where nothing else can fail
-        if world.writer:
-            prepare_out(run)
-    except (OSError, ValueError) as error:
-        problem = str(error)
-    if problem := world.agree(problem):
-        raise ValueError(problem)
+    if world.writer:  # nothing was written until here, where nothing else can fail
+        prepare_out(run)
     peak, source = profile.peak_flops(world.device, dtype, config.peak_tflops)
     run.meter = profile.Meter(run.raw.flops_per_token(fields.seq_len), peak * world.size, world.device)
     profiled = (config.profile or config.profile_detail) and Path(config.out, "profile")
