@@ -474,7 +474,7 @@ def activation_bytes(block, policy, tp=1, stream=2):
 
 
 def plan(build, optimizers, gpus, fsdp=False, replicas=1, tp=1, micro_batch=1, seq_len=1024, reshard=True,
-         activation_checkpoint="none", accumulation=1, gpu="H100", chunk_bytes=2 ** 28, machine=8, **sizes):
+         activation_checkpoint="none", accumulation=1, gpu="H100", chunk_bytes=2 ** 26, machine=8, **sizes):
     """Predict a launch -> dict: memory and sent (bytes per GPU by purpose), seconds a step, mfu, tokens_per_s, fits.
 
     `build()` makes the model, on the meta device, where it is sharded as the launch would, and `optimizers(model)` the
@@ -507,8 +507,8 @@ def plan(build, optimizers, gpus, fsdp=False, replicas=1, tp=1, micro_batch=1, s
         # bf16 weights. FSDP2: root, last block, the block at work and the next one; otherwise autocast's copy of all.
         "gathered": 2 * (root + min(gathered, layers) * max(blocks) if fsdp else total) // tp,
         "activations": int(layers * kept),
-        # Logits and their softmax in fp32, the gradients of both, and that of the head in bf16.
-        "logits": int(3 * min(4 * tokens * vocabulary, chunk_bytes) + 2 * vocabulary * C) // tp,
+        # Logits and their softmax in fp32, the gradients of both, and that of the head: in bf16, summed in fp32.
+        "logits": int(3 * min(4 * tokens * vocabulary, chunk_bytes) + 6 * vocabulary * C) // tp,
         # A block at work in backward: what it recomputes; FSDP2's bf16 gradients and their copy to reduce-scatter.
         "block": int(made - kept) + 6 * max(blocks) * fsdp // tp,
         "root": 6 * root * fsdp // tp,  # the same gradients of embedding and head, when backward is nearly over

@@ -3023,11 +3023,12 @@ def whole(tensor):
 
 
 def run_steps(world, shape, tied, steps=3, accumulation=2, optimizer="adamw", dtype="float32", nano=False,
-              evaluations=True, backend="inductor", **options):
+              evaluations=True, backend="inductor", chunk_bytes=2 ** 26, **options):
     """A short run on one layout: losses, gradient norms, the parameters that did not move, counts of elements.
 
     It evaluates before the first step and after the last, where the train mode's hooks and the optimizer would notice.
     """
+    model_file.CHUNK_BYTES = chunk_bytes
     config, dtype, batch = shaped(shape, tied, nano), getattr(torch, dtype), 16 if nano else 8
     raw = meta(config)
     with compiling_by(backend):
@@ -3073,6 +3074,7 @@ def run_steps(world, shape, tied, steps=3, accumulation=2, optimizer="adamw", dt
     if evaluations:
         evaluate()
     still = [name for name, p in raw.named_parameters() if torch.equal(whole(p), before[name])]
+    model_file.CHUNK_BYTES = 2 ** 26
     held = sum(local(p).nbytes for p in raw.parameters())
     state = sum(local(t).nbytes for optimizer in optimizers for s in optimizer.state.values()
                 for t in s.values() if t.ndim)  # without AdamW's step counters
@@ -3218,8 +3220,10 @@ def test_slow_law_1_activation_checkpoints_muon_and_bf16():
     muon = [("llama", True, dict(optimizer="muon", steps=5)), ("gpt2", False, dict(optimizer="muon", steps=5))]
     bf16 = [("llama", True, dict(dtype="bfloat16")), ("gpt2", False, dict(dtype="bfloat16"))]
     masks = [(shape, False, dict(steps=2)) for shape in ("window", "document", "prefix")]
-    check_layouts(2, TWO, checkpointed + muon + bf16 + masks, [1e-4] * 4 + [1e-3] * 2 + [1e-2] * 2 + [1e-4] * 3)
-    check_layouts(4, FOUR, checkpointed[::3] + muon[:1] + bf16[1:], [1e-4] * 2 + [1e-3, 1e-2])
+    chunked = [("masked", tied, dict(steps=2, chunk_bytes=4 * 67 * 10)) for tied in (True, False)]
+    check_layouts(2, TWO, checkpointed + muon + bf16 + masks + chunked,
+                  [1e-4] * 4 + [1e-3] * 2 + [1e-2] * 2 + [1e-4] * 5)
+    check_layouts(4, FOUR, checkpointed[::3] + muon[:1] + bf16[1:] + chunked[:1], [1e-4] * 2 + [1e-3, 1e-2, 1e-4])
 
 
 def test_slow_law_1_offloaded():

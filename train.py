@@ -12,6 +12,8 @@ import time
 STARTED = time.perf_counter()  # elapsed_s counts from here: importing torch is part of what a user waits for
 
 import argparse
+import contextlib
+import ctypes
 import dataclasses
 import difflib
 import errno
@@ -262,6 +264,17 @@ def faster_in_bf16():
     return seconds(torch.bfloat16) < seconds(torch.float32)
 
 
+def keep_memory():
+    """Have glibc keep what large tensors have freed, where it would give it back to the system, page by page.
+
+    The next step's tensors then cost no page faults, which take 10 % of a step with 257 ids and 35 % with 50,304.
+    """
+    with contextlib.suppress(OSError, AttributeError):  # another C library
+        libc = ctypes.CDLL("libc.so.6")
+        libc.mallopt(-4, 0)  # M_MMAP_MAX: no mappings of their own
+        libc.mallopt(-1, 2 ** 31 - 1)  # M_TRIM_THRESHOLD
+
+
 def pick_compile(config, device):
     """(whether to compile, why not). Without a C++ compiler torch.compile fails only at the model's first call."""
     if config.compile == "off" or config.compile == "auto" and device.type != "cuda":
@@ -364,6 +377,8 @@ def setup(config, world, micro_batch):
                     tokenizer=run.dataset.meta["tokenizer"], data=os.path.abspath(config.data))
     resumed = open_run(run)
 
+    if world.device.type == "cpu":
+        keep_memory()
     # What this machine computes with. Each choice comes with its reason, for the lines below.
     dtype, why_dtype = world.agree(pick_dtype(config.dtype, world.device))
     compiled, why_compile = world.agree(pick_compile(config, world.device))
