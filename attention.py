@@ -63,7 +63,7 @@ def document_starts(tokens, index, doc_start, past):
     """At which index the document of each of `tokens` (B, T) began, (B, T); None where all are one document.
 
     `index` (1, T) numbers the tokens, and the id `doc_start` begins a document (-1: none does). A document may have
-    begun in `past`, the KVCache, and long have left it; the filler in front of a short prompt is one, too.
+    begun in `past`, the KVCache, and long have left it. The filler in front of a batch's shorter prompts is one, too.
     """
     if doc_start < 0 and not torch.is_tensor(past.padding):
         return None
@@ -88,9 +88,10 @@ def model_mask(tokens, origin, config, backend, cache=None, rule=causal, heads=N
     (batch, queries), device = tokens.shape, tokens.device
     keys = queries if cache is None else cache.advance(queries)
     window = min(keys, config.window or keys, cache.capacity if cache else keys)
-    rules = [rule]  # a field's own rule joins here: what follows is right for it with a cache and behind filler, too
+    rules = [rule]  # one that all your runs have joins here: what follows serves it with a cache and filler, too
     plain, key = rules == [causal] and origin is None, (backend == "flex", window, queries, keys, device)
-    lasting, heads = plain and cache is None, range(1) if rules == [causal] else heads or range(config.n_head)
+    lasting = plain and cache is None
+    heads = range(1) if rules == [causal] else heads or range(config.n_head)  # our own rules are one for all heads
     # SDPA has the triangle of T == S by itself, and the newest token sees all that a cache keeps.
     triangle = window == keys and queries in (1, keys) and not config.softcap
     if plain and triangle and backend not in ("flex", "reference"):
@@ -191,14 +192,15 @@ def attempt(run):
 def pick_backend(attention, sdpa, config, device, dtype):
     """(backend for `attend`, a note that says which and why not another), by trying what --attention and --sdpa allow.
 
-    `config` has a model's sizes and masks. "auto" is Flex on CUDA if there is more than causal to do, the reference on
-    a CPU for short sequences in bf16, then SDPA, then the reference: the first that runs. SDPA's kernel is on CUDA flash or cuDNN, the faster one forward and backward.
-    Where SDPA refuses, it says why in warnings, and they become the reason. Raises ValueError with all if none runs.
+    `config` has a model's sizes and masks. "auto" is the first that runs of: Flex, on CUDA if there is more than causal
+    to do; the reference, on a CPU in bf16 for short sequences; SDPA; the reference. SDPA's kernel is on CUDA the faster
+    one, forward and backward, of flash and the next that runs. Where SDPA refuses, it says why in warnings, and they
+    become the reason. Raises ValueError with all if none runs.
     """
     cuda, found = device.type == "cuda", {}
     first = ["flex"] if cuda and (config.window or config.doc_start >= 0 or config.softcap) else []
-    # Flash on a CPU is no faster in bf16 than in fp32: 22, 46 ms forward and backward for 16 x 6 heads of 128, 256
-    # tokens, where two matrix products and a softmax take 8, 34 ms. Beyond, the scores take too much memory.
+    # On a CPU flash is no faster in bf16 than in fp32: forward and backward of 16 x 6 heads take 22 ms at 128 tokens
+    # and 46 at 256, the reference 8 and 34. With longer sequences its scores take too much memory.
     first += ["reference"] if device.type == "cpu" and dtype == torch.bfloat16 and config.seq_len <= 256 else []
     names = {"auto": [*first, *KERNELS, "reference"], "sdpa": [*KERNELS]}.get(attention, [attention])
     tokens = torch.zeros(1, config.seq_len if cuda else 8, dtype=torch.int64, device=device)
@@ -212,6 +214,7 @@ def pick_backend(attention, sdpa, config, device, dtype):
             break
     refused = {reason: name for name, (_, reason) in reversed(found.items()) if reason}  # one reason of many, said once
     note = "".join(f", not {name}: {reason}" for reason, name in refused.items())
+    note += ", faster than SDPA's in bf16 on a CPU" if first == [*found] == ["reference"] else ""
     # Another one has to be a tenth faster than flash: measured again, when a run goes on, it should win or lose again.
     best = min(found, key=lambda name: found[name][0] * (0.9 if name == "flash" else 1), default="")
     if not best or found[best][0] == math.inf:

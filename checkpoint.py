@@ -14,7 +14,6 @@ import os
 import pickle
 import re
 import shutil
-import sys
 import warnings
 import zlib
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -48,7 +47,7 @@ def owners(model, optimizers):
 def tensors(model, optimizers=()):
     """{"model.<name>": parameter, "optimizer.<class>.<name>.<state>": moment}: a checkpoint's content, not copied.
 
-    Not in it: learning rate and other hyperparameters, which the run derives from its step, and buffers.
+    Not in it: learning rate and other hyperparameters, which the run derives from its step.
     """
     state = {f"model.{name}": parameter.detach() for parameter, name in parameter_names(model).items()}
     for owner, (optimizer, _, parameter) in owners(model, optimizers).items():
@@ -219,7 +218,7 @@ class Checkpointer:
     """
 
     def __init__(self, out, keep=2, asynchronous=False, keep_every=0):
-        self.root, self.keep, self.keep_every = Path(out, "checkpoints"), keep, keep_every
+        self.root, self.keep, self.keep_every = Path(out).resolve() / "checkpoints", keep, keep_every
         # A group of its own: on the default one the writing thread's messages mix with the training step's and hang.
         self.group = dist.new_group(backend="gloo") if dist.is_available() and dist.is_initialized() else None
         self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if self.group else (0, 1)
@@ -346,14 +345,14 @@ class Checkpointer:
         if failure:
             raise failure
 
-    def choose(self, step=None, read=None):
+    def choose(self, step=None, read=False):
         """The step to load, the same on all ranks: `step`, or the newest complete one; None if there is no folder.
 
-        With read=(rank, ranks) each rank compares the checksums of its share of the files.
+        With `read` each rank compares the checksums of its share of the files.
         """
         problems = {}
         for number in self.agree([step] if step is not None else self.numbers()[::-1]) or ():
-            problem = self.agree(broken(self.folder(number), read))
+            problem = self.agree(broken(self.folder(number), (self.rank, self.ranks) if read else None))
             if problem is None:
                 if problems and self.rank == 0:
                     print(f"skipped {'; '.join(problems.values())}", flush=True)
@@ -373,7 +372,7 @@ class Checkpointer:
         import torch.distributed.checkpoint as dcp
 
         if step is None or step != self.verified:
-            step = self.choose(step, read=(self.rank, self.ranks))
+            step = self.choose(step, read=True)
         if step is None:
             return None
         index, state_of = read_index(self.folder(step)), owners(model, optimizers)
@@ -437,7 +436,6 @@ GPT2 = {
         "blocks": "transformer.h", "attn_norm": "ln_1", "mlp_norm": "ln_2", "attn.q": "attn.c_attn",
         "attn.k": "attn.c_attn", "attn.v": "attn.c_attn", "attn.o": "attn.c_proj", "mlp.up": "mlp.c_fc",
         "mlp.down": "mlp.c_proj"}}
-GELU = {"gelu": "gelu_new", "gelu_exact": "gelu"}  # ModelConfig's mlp -> GPT-2's activation_function
 FAMILIES = {"gpt2": GPT2, "llama": LLAMA, "qwen3": QWEN3}
 EXPECTED = {  # what config.json's other fields may say, as regular expressions; one that is not here must be off
     "activation_function": "gelu|gelu_new|gelu_pytorch_tanh", "hidden_act": "silu|swish", "scale_attn_weights": "True",
@@ -477,7 +475,7 @@ def hf_config(fields):
                              "transformers has no class for this model")
     config = {theirs: fields[ours] for theirs, ours in family["fields"].items()}
     if kind == "gpt2":
-        config["activation_function"] = GELU[fields["mlp"]]
+        config["activation_function"] = "gelu" if fields["mlp"] == "gelu_exact" else "gelu_new"
     if scaling := config.get("rope_scaling"):  # transformers warns of a context too short to need it
         stretched = int(scaling["factor"] * scaling["original_max_position_embeddings"])
         config["max_position_embeddings"] = max(fields["seq_len"], stretched)
@@ -490,8 +488,9 @@ def rope_fields(config):
     theta = rope.pop("rope_theta", config.get("rope_theta"))
     kind = rope.pop("rope_type", None) or rope.pop("type", "default")
     known = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
-    if (kind, rope.keys()) not in (("default", set()), ("llama3", known)):
-        raise ValueError(f"rope_type is {kind!r} with {rope}; known are default with none, and llama3 with {known}")
+    numbers = all(type(n) in (int, float) and n > 0 for n in rope.values())
+    if not numbers or (kind, rope.keys()) not in (("default", set()), ("llama3", known)):
+        raise ValueError(f"rope_type is {kind!r} with {rope}; known: default with none, llama3 with positive {known}")
     return dict(rope_theta=theta, rope_scaling=dict(rope_type=kind, **rope) if rope else None, rope_parameters=None)
 
 
@@ -631,12 +630,10 @@ def open_model(path, build):
         raise ValueError(f"{path} was saved by another version of this program: {error}") from None
     initial = initial and initial(model, path)  # names and shapes are known to fit before there is memory
     model.to_empty(device="cpu")
+    for name, parameter in model.named_parameters() if initial else ():
+        parameter.copy_(initial(name))
     if initial is None:
         checkpointer.load(model)
-    else:
-        for name, parameter in model.named_parameters():
-            parameter.copy_(initial(name))
-    model.reset_buffers()
     return model, extra
 
 
@@ -737,10 +734,9 @@ def verify(path):
 def main():
     import data
     from model import GPT, ModelConfig
-    from train import parse_args
+    from train import command
 
-    config = parse_args(CheckpointConfig, "checkpoint.py")
-    try:
+    with command(CheckpointConfig, "checkpoint.py") as config:
         if config.command in ("inspect", "verify"):
             return {"inspect": inspect, "verify": verify}[config.command](config.folder)
         model, extra = open_model(config.folder, lambda fields: GPT(ModelConfig(**fields)))
@@ -755,10 +751,6 @@ def main():
             files = data.hf_tokenizer(tokenizer) if tokenizer else {}
             export_hf(model, fields, out, dtype, size, tokenizer and tokenizer.eot_token, files)
         print(f"{out} is written: try python model.py {out}")
-    except (ValueError, OSError, ImportError) as error:
-        sys.exit(f"checkpoint.py: {error}")
-    except KeyboardInterrupt:
-        sys.exit("checkpoint.py: interrupted")
 
 
 if __name__ == "__main__":

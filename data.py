@@ -113,8 +113,7 @@ def hf_tokenizer(encoding):
     level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=False)
     before = dict(type="Sequence", pretokenizers=[split, level])
     content = dict(version="1.0", added_tokens=added, pre_tokenizer=before, decoder=level, model=model)
-    end = "<|endoftext|>"
-    config = dict(tokenizer_class="PreTrainedTokenizerFast", bos_token=end, eos_token=end)
+    config = dict(tokenizer_class="PreTrainedTokenizerFast", bos_token="<|endoftext|>", eos_token="<|endoftext|>")
     return {"tokenizer.json": content, "tokenizer_config.json": config}
 
 
@@ -127,8 +126,7 @@ def read_hf_tokenizer(folder):
         content = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
         model, before = content["model"], content["pre_tokenizer"] or {}
         parts = {part.get("type"): part for part in before.get("pretokenizers", [before])}
-        if model["type"] != "BPE" or "ByteLevel" not in parts:
-            raise ValueError(model["type"])
+        require(model["type"] == "BPE" and "ByteLevel" in parts, model["type"])
         pattern = parts["Split"]["pattern"]["Regex"] if "Split" in parts else GPT2_PATTERN
         special = {token["content"]: token["id"] for token in content["added_tokens"]}
         if "<|endoftext|>" not in special:  # Llama's has another name
@@ -499,8 +497,7 @@ class TokenDataset:
         self.fixed(0)  # ids of another vocabulary show here, before the first step
 
     def __getitem__(self, i):
-        x, y = self.__getitems__([i])
-        return x[0], y[0]
+        return tuple(part[0] for part in self.__getitems__([i]))
 
     def __getitems__(self, indices):
         """What DataLoader calls for a whole micro-batch: x and y, int64 (B, T)."""
@@ -513,8 +510,7 @@ class TokenDataset:
 
     def fixed(self, i):
         """(x, y), int64 (T,), of window i in file order, 0 <= i < windows."""
-        x, y = self.read([self.place(range(self.windows)[i])])
-        return x[0], y[0]
+        return tuple(part[0] for part in self.read([self.place(range(self.windows)[i])]))
 
     def place(self, window, key=0):
         """(shard, slice of its tokens). A key moves all windows of a shard by up to T - 1 tokens, so that each epoch
@@ -615,15 +611,10 @@ class DataConfig:
 
 def main():
     """`python data.py`: prepares a data set and says what to type next."""
-    from train import parse_args  # here alone: everything above can be lifted into another project as it is
+    from train import command  # here alone: everything above can be lifted into another project as it is
 
-    try:
-        config = parse_args(DataConfig, "data.py")
+    with command(DataConfig, "data.py") as config:
         meta = prepare(**vars(config))
-    except (ValueError, OSError, ImportError) as error:
-        sys.exit(f"data.py: {error}")
-    except KeyboardInterrupt:
-        sys.exit("data.py: interrupted, nothing was written")
     print(f"{config.out}: {meta['train_tokens']:,} train and {meta['val_tokens']:,} val tokens "
           f"({meta['tokenizer']}, {meta['vocab_size']:,} ids)\nnext: python train.py --data {config.out}")
 

@@ -16,13 +16,12 @@ import socket
 import sys
 import threading
 import time
-import uuid
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from functools import partial
 from itertools import combinations
-from math import gcd
+from math import gcd, prod
 from typing import Annotated, Literal
 
 import torch
@@ -37,7 +36,7 @@ class World:
     device: torch.device
     rank: int = 0
     size: int = 1
-    writer: bool = True  # whether this process prints and writes files
+    writer: bool = True  # whether this process prints, and writes the files of which a run has one
     data_rank: int = 0  # the processes of one tensor-parallel group read the same data: they share a data rank
     data_size: int = 1
     mesh: "torch.distributed.device_mesh.DeviceMesh | None" = None
@@ -60,13 +59,6 @@ class World:
         if self.mesh is not None:
             dist.all_reduce(votes, dist.ReduceOp.MAX)
         return votes.item()
-
-    def agree(self, value):
-        """Rank 0's `value` on all processes: of what each has measured, which may have come out differently."""
-        values = [value]
-        if self.mesh is not None:
-            dist.broadcast_object_list(values)
-        return values[0]
 
     @contextmanager
     def first(self):
@@ -132,7 +124,7 @@ def find_device(name="auto"):
 
 
 def start(device="auto", fsdp=False, replicas=1, tp=1, timeout=None, **sizes):
-    """Join the processes that torchrun started, without it alone -> World.
+    """Join the processes that torchrun started (without torchrun: be one process) -> World.
 
     `timeout`: seconds after which a collective that some process has not joined fails, by default 600. `sizes`: see
     `layout`. Everything is checked before the process group is awaited; raises ValueError.
@@ -160,7 +152,7 @@ def meet(timeout):
     and rank 0 answers whatever is asked, old questions too, until all processes of this attempt have its answer.
     """
     store, rank, size = next(dist.rendezvous("env://", timeout=timedelta(seconds=timeout)))
-    attempt, end = uuid.uuid4().hex, time.monotonic() + timeout
+    attempt, end = os.urandom(16).hex(), time.monotonic() + timeout
     if rank:
         store.set(f"ask {rank}", attempt)
         attempt = store.get(f"answer {attempt}").decode()  # waits for it
@@ -188,9 +180,10 @@ def connect(shape, device):
 
 
 def stand_together(world, store):
-    """From here until `stop`, when one process ends in whatever way, all do: within seconds, on all machines.
+    """From here until `stop`, when one process ends by an error or any exit, all do: within seconds, on all machines.
 
-    torchrun ends the processes of its own machine; those of the others would wait in a collective for --timeout.
+    torchrun ends the processes of its own machine; those of the others would wait in a collective for --timeout. Of one
+    that is killed they hear from torchrun, by a closed connection, or after --timeout.
     """
     stopped, show, name = threading.Event(), sys.excepthook, f"process {world.rank} on {socket.gethostname()}"
     world.entered.callback(stopped.set)
@@ -214,7 +207,7 @@ def stand_together(world, store):
                 ended = "the process that holds the store"
             if ended and not stopped.is_set():
                 if not setting("LOCAL_RANK"):
-                    print(f"{name} ends, since {ended} has: the reason is printed there", file=sys.stderr, flush=True)
+                    print(f"{name} ends because {ended} has, which says why", file=sys.stderr, flush=True)
                 os._exit(1)
     sys.excepthook = leave
     atexit.register(tell)
@@ -243,7 +236,7 @@ def stop(world):
         torch._dynamo.reset()  # compiled code holds on to the model
     gc.collect()
     if world.mesh is not None:
-        dist.barrier()  # rank 0 hosts the store that the others still use
+        dist.barrier()  # nobody leaves while another still communicates, or uses the store
         dist.destroy_process_group()
 
 
@@ -259,15 +252,11 @@ def parallelize(raw, world, *, compile=False, seed=0, offload=False, **options):
     """
     shard(raw, world, compile=compile, offload=offload, **options)
     materialize(raw, "cpu" if offload else world.device, seed)
-    for module in raw.modules() if offload else ():
-        for name, buffer in module.named_buffers(recurse=False):
-            setattr(module, name, buffer.to(world.device))
     model = torch.compile(raw) if compile and not (world.has("shard") or world.has("tp")) else raw
     if world.has("replicate") and not world.has("shard"):
         # Gradients that are views into the all-reduce's buckets save a copy of the model.
         model = torch.nn.parallel.DistributedDataParallel(
             model, process_group=world.mesh.get_group("replicate"), gradient_as_bucket_view=True)
-        model.broadcast_buffers = False  # they are constants; the argument of this name warns since torch 2.13
     return model
 
 
@@ -375,7 +364,7 @@ def fully_shard_blocks(raw, world, param_dtype, reshard_after_forward, offload):
 
 @torch.no_grad()
 def materialize(raw, device, seed):
-    """Memory for this process's shards, then initial weights, the same in every layout, then buffers.
+    """Memory for this process's shards, then initial weights, the same in every layout.
 
     Each process draws one parameter after the other as a whole and keeps its own piece: nothing is communicated, and no
     process ever holds more than one whole parameter.
@@ -383,7 +372,6 @@ def materialize(raw, device, seed):
     raw.to_empty(device=device)
     for name, parameter in raw.named_parameters():
         parameter.copy_(share(raw.initial(name, seed), parameter))
-    raw.reset_buffers()
 
 
 # ---- the optimizer step ----
@@ -422,11 +410,6 @@ def clip_grad_norm(parameters, max_norm):
 def whole(tensor):
     """The whole of a sharded tensor, on each process; a plain tensor as it is."""
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
-
-
-def piece(tensor):
-    """This process's piece of a sharded tensor; a plain tensor as it is."""
-    return tensor.to_local() if hasattr(tensor, "to_local") else tensor
 
 
 def share(tensor, like):
@@ -495,9 +478,11 @@ def plan(build, optimizers, gpus, fsdp=False, replicas=1, tp=1, micro_batch=1, s
     world = pretend(shape, gpus)
     with world.entered:
         shard(raw, world)
-        elements = {p: piece(p).numel() for p in raw.parameters()}
-        states = sum(STATES[type(optimizer).__name__] * elements[p] for optimizer in optimizers(raw)
-                     for group in optimizer.param_groups for p in group["params"])
+        elements = {p: (p.to_local() if hasattr(p, "to_local") else p).numel() for p in raw.parameters()}
+        held = [(type(optimizer).__name__, p) for optimizer in optimizers(raw)
+                for group in optimizer.param_groups for p in group["params"]]
+        states = sum(STATES[name] * elements[p] for name, p in held)
+        hidden = [sorted(p.shape) for name, p in held if name == "Muon"]
     own, gathered = sum(elements.values()), 3 if reshard else layers
     memory = {
         "parameters": 4 * own,
@@ -507,7 +492,7 @@ def plan(build, optimizers, gpus, fsdp=False, replicas=1, tp=1, micro_batch=1, s
         # bf16 weights. FSDP2: root, last block, the block at work and the next one; otherwise autocast's copy of all.
         "gathered": 2 * (root + min(gathered, layers) * max(blocks) if fsdp else total) // tp,
         "activations": int(layers * kept),
-        # Logits and their softmax in fp32, the gradients of both, and that of the head: in bf16, summed in fp32.
+        # In fp32 the softmax, its gradient and that of the logits; the head's gradient: in bf16, summed in fp32.
         "logits": int(3 * min(4 * tokens * vocabulary, chunk_bytes) + 6 * vocabulary * C) // tp,
         # A block at work in backward: what it recomputes; FSDP2's bf16 gradients and their copy to reduce-scatter.
         "block": int(made - kept) + 6 * max(blocks) * fsdp // tp,
@@ -519,14 +504,17 @@ def plan(build, optimizers, gpus, fsdp=False, replicas=1, tp=1, micro_batch=1, s
     memory["peak"] = memory["parameters"] + memory["moments"] + max(early, memory["gradients"] + memory["root"])
     limit, peak, inside, outside = GPUS[gpu]
     sent = {  # a ring of n sends (n - 1) / n of a tensor to gather or to scatter it, twice that to all-reduce it
-        "shard": total / tp * (1 - 1 / shards) * ((2 + 2 * reshard) * accumulation + 4),  # bf16 for forward, backward
+        # In bf16 for forward and backward, fp32 gradients; Muon gathers the fp32 updates of its matrices.
+        "shard": (1 - 1 / shards) / tp * (total * ((2 + 2 * reshard) * accumulation + 4) + 4 * sum(map(prod, hidden))),
         "replicate": 2 * 4 * total / tp / shards * (1 - 1 / shape.get("replicate", 1)),
         # A gather and a scatter of (B, T, C) for each half of a block: forward, backward, again where it is recomputed.
         "tp": 2 * tokens * C * (1 - 1 / tp) * layers * 4 * accumulation * (2 + recomputed),
     }
     spans = {"tp": tp, "shard": tp * shards, "replicate": gpus}  # GPUs over which neighbours in a dimension are spread
     waits = {name: n / 1e9 / (inside if spans[name] <= machine else outside) for name, n in sent.items()}
-    compute = flops * (4 / 3 if recomputed else 1) / (peak * 1e12 * EFFICIENCY)
+    # On each GPU Muon computes, five times, x x^T, its square and their product with x, of all its matrices x.
+    flops_muon = sum(5 * (4 * rows ** 2 * columns + 2 * rows ** 3) for rows, columns in hidden)
+    compute = (flops * (4 / 3 if recomputed else 1) + flops_muon) / (peak * 1e12 * EFFICIENCY)
     seconds = max(compute, waits["shard"] + waits["replicate"]) + waits["tp"]  # prefetch hides the former, nothing tp's
     return dict(memory=memory, sent=sent, seconds=seconds, mfu=flops / seconds / (peak * 1e12),
                 tokens_per_s=tokens * accumulation * gpus / tp / seconds, fits=memory["peak"] < 0.92e9 * limit)
@@ -543,7 +531,7 @@ def smallest_change(predict, gpus):
 
 
 def main():
-    """Print the plan of one launch: of the run that train.py would make of the same flags."""
+    """Print the plan of one launch: of train.py's run with these flags, in bf16, and with the ids of the preset."""
     import train
     from model import CHUNK_BYTES, GPT, PRESETS
 
@@ -575,10 +563,11 @@ def main():
         change = None if found["fits"] else smallest_change(predict, config.gpus)
     except (ValueError, OSError, ImportError) as error:
         refuse(f"distributed.py: {error}", 2)
-    print(f"{config.gpus} x {config.gpu}, {batches[0]}")
+    print(f"{config.gpus} x {config.gpu}, {batches[0]}\ngathered: 16-bit weights; block, root: gradients and what is "
+          "recomputed where backward is; the peak is less than the sum, for not all are there at once")
     for unit, purposes in ("GB per GPU", found["memory"]), ("GB sent per GPU and step", found["sent"]):
         for purpose, n in purposes.items():
-            print(f"{purpose:12s} {n / 1e9:9.2f} {unit}")
+            print(f"{purpose:12s} {n / 1e9:9.3f} {unit}")
     print(f"{'step':12s} {found['seconds']:9.3f} s: {found['tokens_per_s']:,.0f} tokens/s, MFU {found['mfu']:.0%}, "
           f"if kernels reach {EFFICIENCY:.0%} of the peak")
     words = [f"--{name}" if value is True else f"--{name} {value}" for name, value in (change or {}).items()]

@@ -10,7 +10,6 @@ Shapes: B batch, T tokens, C model width, H heads, K key/value heads, D head wid
 import codecs
 import hashlib
 import math
-import sys
 from dataclasses import dataclass, field
 from typing import Annotated, Literal
 
@@ -58,10 +57,11 @@ class ModelConfig:
             raise ValueError("a mask of documents needs the id that begins one: \"eot\" of meta.json is null")
         if self.restart_positions and self.doc_start < 0:
             raise ValueError("--restart_positions has no effect without --doc_mask: add --doc_mask, or drop it")
-        bounds = dict.fromkeys(("vocab_size", "seq_len", "n_layer", "n_head", "n_embd"), (1, 2 ** 31))
-        bounds.update(head_dim=(0, 2 ** 31), n_hidden=(0, 2 ** 31), norm_eps=(0, 1), rope_theta=(1, math.inf))
+        bounds = dict.fromkeys(("vocab_size", "seq_len", "n_head", "n_embd"), (1, 2 ** 31))
+        bounds.update(n_layer=(1, 10 ** 5), head_dim=(0, 2 ** 31), n_hidden=(0, 2 ** 31), norm_eps=(0, 1))
         # A window of seq_len would have no effect.
-        bounds.update(dropout=(0, 1), window=(0, self.seq_len), softcap=(0, math.inf), head_softcap=(0, math.inf))
+        bounds.update(dropout=(0, 1), window=(0, self.seq_len), rope_theta=(1, math.inf))
+        bounds.update(softcap=(0, math.inf), head_softcap=(0, math.inf))
         for name, (low, high) in bounds.items():
             if not low <= getattr(self, name) < high:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected {low} <= {name} < {high}")
@@ -98,13 +98,13 @@ PRESETS = {
 }
 
 
-def rope_frequencies(config):
+def rope_frequencies(config, device="cpu"):
     """Angle per position of each of the D/2 pairs, fp32 (D/2,): theta^(-2i/D) (RoFormer, Su et al. 2021, eq. 15).
 
     Llama 3's scaling divides the slow ones by `factor`: pairs whose wavelength exceeds the original context over
     `low_freq_factor` wholly, those below it over `high_freq_factor` not at all, linearly in between.
     """
-    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device="cpu") / config.head_dim
+    exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
     frequency = config.rope_theta ** -exponent
     scaling = config.rope_scaling
     if scaling is None:
@@ -207,8 +207,9 @@ def summed_loss(x, weight, targets, softcap=0.0):
 class ChunkedLoss(torch.autograd.Function):
     """`summed_loss` in so many `chunks`, and the gradients of each at once: only one chunk's logits ever exist.
 
-    A loss is where the backward pass begins, so its gradients can be known in the forward pass but for a factor. Nothing
-    is computed twice, as in a checkpoint: 6 % more time than the logits in one piece, a fifth of their memory.
+    A loss is where the backward pass begins: in the forward pass its gradients are known already, but for a factor.
+    Nothing is computed twice, which a checkpoint would do: 6 % more time than with the logits in one piece, and a
+    quarter of the memory.
     """
 
     @staticmethod
@@ -220,14 +221,15 @@ class ChunkedLoss(torch.autograd.Function):
             with torch.enable_grad():
                 loss = summed_loss(some, weight, wanted, softcap)
             dx, dw = torch.autograd.grad(loss, (some, weight))
-            total, dweight = total + loss.detach(), dw.float().add_(dweight)
+            total, dweight = total + loss.detach(), dw.float().add_(dweight)  # bf16 would lose the sum's digits
             found.append(dx)
-            del loss, dw  # the logits hang on them
+            del loss, dw  # not while the next chunk's are made
         ctx.save_for_backward(torch.cat(found), dweight.to(weight.dtype))
         return total
 
     @staticmethod
     def backward(ctx, factor):
+        # In place, for a loss is gone through backward once.
         return *(gradient.mul_(factor) for gradient in ctx.saved_tensors), None, None, None
 
 
@@ -239,7 +241,8 @@ class GPT(nn.Module):
 
     def __init__(self, config, backend="auto"):
         super().__init__()
-        self.config, self.backend, self.heads = config, backend, None
+        self.config, self.backend = config, backend
+        self.heads = None  # the range that this process has, where tensor parallelism leaves a share
         self.embed = table(config.vocab_size, config.n_embd)
         self.position = table(config.seq_len, config.n_embd) if config.position == "learned" else None
         self.dropout = nn.Dropout(config.dropout)
@@ -247,11 +250,7 @@ class GPT(nn.Module):
         self.norm = make_norm(config)
         # Tied means there is no second parameter at all: nothing that wrapping, moving or loading could untie.
         self.head = None if config.tied else nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        self.register_buffer("rope_frequency", rope_frequencies(config), persistent=False)
-
-    def reset_buffers(self):
-        """Refill the buffers, which are garbage after `to_empty` on a model built on the meta device."""
-        self.rope_frequency.copy_(rope_frequencies(self.config))
+        # No buffers: `to_empty` on a model built on the meta device would leave garbage in them.
 
     def initial(self, name, seed):
         """Initial value of parameter `name`: a whole fp32 CPU tensor that depends on (seed, name), not on the layout.
@@ -275,14 +274,15 @@ class GPT(nn.Module):
 
     def rope(self, positions):
         """Cosines and sines of `positions` (..., T): a pair of (..., T, D)."""
-        angle = positions[..., None].float() * self.rope_frequency  # (..., T, D/2)
+        angle = positions[..., None].float() * rope_frequencies(self.config, positions.device)  # (..., T, D/2)
         return torch.cat([angle, angle], dim=-1).cos(), torch.cat([-angle, angle], dim=-1).sin()
 
     def hidden(self, tokens, cache=None, rule=causal):
         """tokens (B, T) -> the last norm's output (B, T, C); cache and rule as for `forward`.
 
-        `index` counts the tokens of a row with the filler in front of them, and goes on in a cache. Positions count
-        from the row's first real token, with `restart_positions` from the document's: a filled-up row is as if alone.
+        `index` counts the tokens of a row, with the filler before a short prompt, and goes on in a cache. Positions
+        count from the row's first real token, with `restart_positions` from the document's: a row filled up is as if
+        alone.
         """
         past = cache or KVCache(0)
         index = torch.arange(past.length, past.length + tokens.size(1), device=tokens.device)[None]  # (1, T)
@@ -313,7 +313,7 @@ class GPT(nn.Module):
             return soft_cap(F.linear(x[:, -1:] if last else x, weight), self.config.head_softcap)
         x, targets = x.flatten(0, 1), targets.flatten()  # (N, C), (N,)
         softcap, chunks = self.config.head_softcap, math.ceil(4 * len(x) * weight.size(0) / CHUNK_BYTES)
-        if chunks > 1 and torch.is_grad_enabled():
+        if chunks > 1 and torch.is_grad_enabled():  # torch.compile stops here: it cannot trace autograd's own functions
             return torch.compiler.disable(ChunkedLoss.apply)(x, weight, targets, softcap, chunks)
         return sum(summed_loss(some, weight, wanted, softcap)
                    for some, wanted in zip(x.chunk(chunks), targets.chunk(chunks)))
@@ -406,9 +406,8 @@ class SampleConfig:
 
 def main():
     """Stream a sample: each character is printed when its last byte has come."""
-    from train import checkpoint, data, distributed, parse_args
-    config = parse_args(SampleConfig, "model.py")
-    try:
+    from train import checkpoint, command, data, distributed
+    with command(SampleConfig, "model.py", RuntimeError) as config:  # RuntimeError: the model's numbers are not finite
         model, extra = checkpoint.open_model(config.run, lambda fields: GPT(ModelConfig(**fields)))
         if extra["tokenizer"] is None:
             raise ValueError(f"{config.run} names no tokenizer (a folder: has no tokenizer.json), so there is no text")
@@ -426,10 +425,6 @@ def main():
             print(shown + text.decode(new), end="", flush=True)
             shown = ""
         print(text.decode(b"", final=True))
-    except (ValueError, OSError, RuntimeError) as error:  # RuntimeError: the model's numbers are not finite
-        sys.exit(f"model.py: {error}")
-    except KeyboardInterrupt:
-        sys.exit(130)
 
 
 if __name__ == "__main__":

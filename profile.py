@@ -149,8 +149,8 @@ class Profiler:
     """torch.profiler over a few steps of a run, see SCHEDULE; without a `folder` the same calls do nothing.
 
     Use it as the context of the training loop, call `step()` at the end of each turn, and name what a step does by
-    `region(name)`. Each process writes trace_rank0.json.gz (for ui.perfetto.dev) and on CUDA, when the run ends, also
-    when it ends for want of memory, memory_rank0.pickle (for pytorch.org/memory_viz); rank 0 writes operators.txt and
+    `region(name)`. Process N writes trace_rankN.json.gz (for ui.perfetto.dev) and on CUDA, when the run ends, also
+    when it ends for want of memory, memory_rankN.pickle (for pytorch.org/memory_viz); rank 0 writes operators.txt and
     summary.txt. With `detail` all know shapes, Python stacks and memory: a trace twice as large, so of a single step.
     """
 
@@ -172,13 +172,12 @@ class Profiler:
             import torch
             torch.cuda.memory._dump_snapshot(str(self.folder / f"memory_rank{self.rank}.pickle"))
         if kind and kind.__name__ == "OutOfMemoryError":
-            print(f"{error} Take a smaller --micro_batch, --activation_checkpoint block, or --fsdp; what fills it "
-                  "--profile writes to memory_rank0.pickle", file=sys.stderr)
-            os._exit(1)  # a tidy exit could wait for processes that wait for this one
+            sys.exit(f"{error} Take a smaller --micro_batch, --activation_checkpoint block, or --fsdp; with --profile, "
+                     f"memory_rank{self.rank}.pickle shows what fills it")  # ends all, see distributed.stand_together
         if self.trace:
             self.trace.on_trace_ready = None  # what it has may be half a step
             self.trace.stop()
-            self.say(f"no profile: it takes {sum(SCHEDULE.values())} steps, this run had {self.trace.step_num}")
+            self.say(f"no profile: it takes {sum(SCHEDULE.values())} steps, the run ended in {self.trace.step_num}")
 
     def step(self):
         """One turn of the training loop is over; after the last of the schedule come the files and the summary."""
@@ -198,25 +197,20 @@ class Profiler:
             synchronize(self.device)
 
     def finish(self, trace):
-        """Write what torch.profiler has recorded; a full disk costs this alone."""
-        self.trace = None
+        """Write what torch.profiler has recorded; rank 0 also a table of operators and the summary, which it prints."""
+        self.trace, file = None, self.folder / f"trace_rank{self.rank}.json.gz"
         try:
-            self.write(trace)
-        except OSError as error:
+            trace.export_chrome_trace(str(file))
+            shrink(file, 50e6)
+            if self.rank == 0:
+                order = f"self_{'device' if self.device.type == 'cuda' else 'cpu'}_time_total"
+                table = trace.key_averages(group_by_input_shape=self.detail).table(order, row_limit=100)
+                (self.folder / "operators.txt").write_text(table)
+                lines = [*summarize(trace.events()), *memory(self.device), *compilations()]
+                (self.folder / "summary.txt").write_text("\n".join(lines) + "\n")
+                self.say(f"---- {self.folder} ----", *lines, "----", sep="\n")
+        except OSError as error:  # a full disk costs this alone
             self.say(f"no profile: {error}")
-
-    def write(self, trace):
-        """Write the trace; rank 0 also the table of operators and the summary, which it prints."""
-        file = self.folder / f"trace_rank{self.rank}.json.gz"
-        trace.export_chrome_trace(str(file))
-        shrink(file, 50e6)
-        if self.rank == 0:
-            order = f"self_{'device' if self.device.type == 'cuda' else 'cpu'}_time_total"
-            table = trace.key_averages(group_by_input_shape=self.detail).table(order, row_limit=100)
-            (self.folder / "operators.txt").write_text(table)
-            lines = [*summarize(trace.events()), *memory(self.device), *compilations()]
-            (self.folder / "summary.txt").write_text("\n".join(lines) + "\n")
-            self.say(f"---- {self.folder} ----", *lines, "----", sep="\n")
 
 
 def covered(events):
@@ -369,7 +363,7 @@ def time_step(step, run, batches):
     """
     first, _, *rest = timeit.repeat(lambda: step(run, batches, 0)[0].item(), repeat=9, number=1)
     q1, q2, q3 = sorted(rest)[1::2]
-    rate = run.config.batch_size * run.raw.config.seq_len / q2
+    rate = run.step_tokens / q2
     row = dict(tokens_per_s=rate, spread=(q3 - q1) / q2, mfu=rate * run.meter.flops_per_token / run.meter.peak,
                compile_s=first - q2, peak_mem_gb=peak_memory(run.world.device))
     with tracer() as trace:
@@ -379,9 +373,9 @@ def time_step(step, run, batches):
 
 def surroundings(train, run, batches, rate):
     """Yield what else a run of `rate` tokens/s waits for, as dicts: loading data alone, checkpoints, generation."""
-    tokens = run.config.batch_size * run.raw.config.seq_len
     seconds = min(timeit.repeat(lambda: [next(batches) for _ in range(run.accumulation)], repeat=5, number=1))
-    yield {"data loading alone": "", "tokens_per_s": tokens / seconds, "times_the_step": tokens / seconds / rate}
+    loaded = run.step_tokens / seconds
+    yield {"data loading alone": "", "tokens_per_s": loaded, "times_the_step": loaded / rate}
     for kind in "sync", "async":
         with tempfile.TemporaryDirectory() as out:
             checkpointer = train.checkpoint.Checkpointer(out, asynchronous=kind == "async")
@@ -410,11 +404,10 @@ def main():
         """Time the optimizer step of the run that train.py's flags describe, and what else it waits for."""
         json: Annotated[bool, "JSON lines instead of a table"] = False
 
-    try:
-        if sys.argv[1:2] == ["plot"]:
-            config = train.parse_args(PlotConfig, "profile.py plot", sys.argv[2:])
+    if sys.argv[1:2] == ["plot"]:
+        with train.command(PlotConfig, "profile.py plot", argv=sys.argv[2:]) as config:
             return (write_events if config.tensorboard else plot)(read_curves(config.folders or ["out"]))
-        config = train.parse_args(Benchmark, "profile.py")
+    with train.command(Benchmark, "profile.py", train.torch.OutOfMemoryError) as config:
         for name in IDLE:
             if getattr(config, name) != getattr(train.TrainConfig, name):
                 train.distributed.refuse(f"profile.py: --{name} has no effect on one process's step: drop it", 2)
@@ -426,12 +419,12 @@ def main():
         for compiled, dtype, recompute, chunks in itertools.product(
                 ["off", "on"][:1 + compiled], ["fp32", config.dtype.replace("auto", "bf16")][:4 // dtype.itemsize],
                 ["none", "block"], [1, 8]):
+            row = dict(compile=compiled, dtype=dtype, activation_checkpoint=recompute)
+            run = train.setup(replace(config, out=os.devnull, **row), world, train.pick_micro_batch(config, 1))
             if world.device.type == "cuda":
                 train.torch.cuda.reset_peak_memory_stats()
             with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as file:
                 file.write("5")  # Linux: a new high-water mark of the process; elsewhere it is that of all rows so far
-            row = dict(compile=compiled, dtype=dtype, activation_checkpoint=recompute)
-            run = train.setup(replace(config, out=os.devnull, **row), world, train.pick_micro_batch(config, 1))
             model.CHUNK_BYTES = 4 * run.raw.config.vocab_size * -(-run.micro_batch * run.raw.config.seq_len // chunks)
             batches = train.data.batches(run.dataset, 0, config.batch_size, run.micro_batch, device=world.device)
             row |= dict(loss_chunks=str(chunks), **time_step(train.optimizer_step, run, batches))
@@ -441,9 +434,6 @@ def main():
             train.distributed.stop(world)  # frees the model and what was compiled of it
         for row in others:
             show(row, config.json)
-    except (ValueError, OSError, ImportError, train.torch.OutOfMemoryError, KeyboardInterrupt) as error:
-        hint = f" (pip install {error.name})" if getattr(error, "name", None) else ""
-        sys.exit(f"profile.py: {str(error) or 'interrupted'}{hint}")
 
 
 if __name__ == "__main__":

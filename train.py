@@ -7,9 +7,12 @@
 Every number the loop needs follows from the flags, the seed and the step, so a run that was interrupted goes on exactly
 where it was: batches are a function of (seed, step), initial weights of (seed, name), dropout of (seed, step, rank).
 """
+import signal
 import time
 
 STARTED = time.perf_counter()  # elapsed_s counts from here: importing torch is part of what a user waits for
+if __name__ == "__main__":
+    signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C among the imports is no traceback
 
 import argparse
 import contextlib
@@ -22,7 +25,6 @@ import math
 import os
 import re
 import shutil
-import signal
 import sys
 import timeit
 from pathlib import Path
@@ -53,19 +55,19 @@ class TrainConfig:
     init_from: Annotated[str | None, "start from a Hugging Face folder or nanoGPT's ckpt.pt, not from --model"] = None
     seq_len: Annotated[int | None, "tokens a training sequence has; default: the preset's, at most 4096"] = None
     dropout: Annotated[float | None, "probability of dropping an activation or attention weight"] = None
-    # The optimizer's steps: all that decides the run's numbers.
+    # The optimizer's steps. With data, network and masks they decide the run's numbers; micro_batch how they are made.
     steps: Annotated[int, "optimizer steps of the whole run"] = 200
     batch_size: Annotated[int, "sequences per optimizer step, over all processes"] = 16
-    micro_batch: Annotated[int | None, "sequences per device and forward; default: its share, at most 32"] = None
+    micro_batch: Annotated[int | None, "sequences per device and forward; default: its share, up to 32"] = None
     optimizer: Annotated[Literal["muon", "adamw", "sgd"], "muon: for the hidden matrices, AdamW for the rest"] = "muon"
     lr: Annotated[float | None, "peak learning rate; default: 0.64 / width, at most 0.01"] = None
     warmup: Annotated[int, "steps over which the learning rate rises from 0"] = 10
     schedule: Annotated[Literal["wsd", "cosine"], "wsd: warm-up, stable, then linear decay over the last half"] = "wsd"
-    weight_decay: Annotated[float, "decoupled decay of matrices; vectors are never decayed"] = 0.1
+    weight_decay: Annotated[float, "of matrices, decoupled (sgd: in the gradient); vectors have none"] = 0.1
     grad_clip: Annotated[float, "largest global gradient norm; 0: no clipping"] = 1.0
     max_skips: Annotated[int, "updates in a row that may be skipped because a number is not finite"] = 10
     seed: Annotated[int, "of the initial weights, the order of the data, dropout"] = 1337
-    # The machine and the layout: they change the speed, and the numbers by rounding alone.
+    # The machine and the layout: they change the speed, and the numbers by rounding (and dropout's draws) alone.
     device: Annotated[Literal["auto", "cpu", "cuda", "mps"], "auto: the fastest there is"] = "auto"
     dtype: Annotated[Literal["auto", "bf16", "fp16", "fp32"], "of matrix products; auto: bf16 if it is fast"] = "auto"
     compile: Annotated[Literal["auto", "on", "off"], "torch.compile; auto: on a GPU"] = "auto"
@@ -93,7 +95,7 @@ class TrainConfig:
     resume: Annotated[str, "auto: go on from the newest checkpoint in --out; never: start over; or a step"] = "auto"
     eval_every: Annotated[int, "steps between evaluations; 0: only at the end"] = 100
     eval_tokens: Annotated[int, "tokens of an evaluation; 0: the whole validation split"] = 2 ** 16
-    log_every: Annotated[int, "steps between printed lines"] = 10
+    log_every: Annotated[int, "steps between printed lines; the first step has one, too"] = 10
     profile: Annotated[bool, "trace three steps into OUT/profile and say where their time went"] = False
     profile_detail: Annotated[bool, "the same of one step, with shapes, stacks and memory"] = False
     peak_tflops: Annotated[float | None, "what MFU is measured against; default: data sheet, or measured"] = None
@@ -151,8 +153,7 @@ def parse_args(kind, prog, argv=None):
             options["choices"] = get_args(hint)
         else:
             options["type"] = get_args(hint)[0] if get_args(hint) else hint
-        if get_origin(hint) is list:
-            options |= dict(nargs="*", default=[])
+            options["nargs"] = "*" if get_origin(hint) is list else None
         parser.add_argument(field.name if positional else "--" + field.name, **options)
     argv = [re.sub("(?<=^--)[^=]+", lambda name: re.sub("^no_", "no-", name[0].replace("-", "_")), word)
             for word in (sys.argv[1:] if argv is None else argv)]
@@ -165,6 +166,21 @@ def parse_args(kind, prog, argv=None):
         return kind(**vars(values))
     except ValueError as error:
         parser.error(str(error))
+
+
+@contextlib.contextmanager
+def command(kind, prog, *mistakes, argv=None):
+    """Context of a program other than training -> its parsed command line.
+
+    ValueError, OSError, ImportError and what else are `mistakes` of its user are one line, and exit code 1.
+    """
+    try:
+        yield parse_args(kind, prog, argv)
+    except (ValueError, OSError, ImportError, *mistakes) as error:
+        hint = f" (pip install {error.name})" if getattr(error, "name", None) else ""
+        sys.exit(f"{prog}: {error}{hint}")
+    except KeyboardInterrupt:
+        sys.exit(f"{prog}: interrupted")
 
 
 def model_config(config, vocab_size, eot=0):
@@ -250,27 +266,27 @@ def pick_dtype(name, device):
     """(torch dtype of the matrix products, why). By default bf16 where it is fast, else fp32."""
     if name != "auto":
         return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[name], "as asked"
-    fast = device.type == "cpu" and faster_in_bf16()
-    if device.type == "cuda":
-        fast = torch.cuda.is_bf16_supported(including_emulation=False)
+    fast = device.type == "cpu" and faster_in_bf16() or (
+        device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False))
     return (torch.bfloat16, "fast here") if fast else (torch.float32, f"bf16 is not fast on this {device.type}")
 
 
 def faster_in_bf16():
-    """Whether this CPU has the instructions (AVX512-BF16, AMX): all compute bf16, others a hundred times slower."""
-    def seconds(dtype):
-        a = torch.ones(256, 256, dtype=dtype)
-        return min(timeit.repeat(lambda: a @ a, number=1, repeat=3))
-    return seconds(torch.bfloat16) < seconds(torch.float32)
+    """Whether this CPU has instructions for bf16 (AVX512-BF16, AMX); without, it takes a hundred times as long."""
+    matrices = [torch.ones(256, 256, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)]
+    bf16, fp32 = (min(timeit.repeat(lambda: a @ a, number=1, repeat=3)) for a in matrices)
+    return bf16 < fp32
 
 
 def keep_memory():
-    """Have glibc keep what large tensors have freed, where it would give it back to the system, page by page.
+    """Tell glibc not to return the memory of freed large tensors to the system, but for what is free now.
 
-    The next step's tensors then cost no page faults, which take 10 % of a step with 257 ids and 35 % with 50,304.
+    Returned, it would come back page by page, by faults that take 10 % of a step with 257 ids and 35 % with 50,304.
+    The price: the process never shrinks.
     """
     with contextlib.suppress(OSError, AttributeError):  # another C library
         libc = ctypes.CDLL("libc.so.6")
+        libc.malloc_trim(0)
         libc.mallopt(-4, 0)  # M_MMAP_MAX: no mappings of their own
         libc.mallopt(-1, 2 ** 31 - 1)  # M_TRIM_THRESHOLD
 
@@ -299,11 +315,10 @@ def pick_micro_batch(config, processes):
 
 def cut_metrics(path, step):
     """Leave out of metrics.jsonl the lines after `step`: after a resume no step is in it twice."""
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines() if path.exists() else []
+    text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     # Not json.loads: a power cut may leave torn lines, and those go, too.
-    found = [re.fullmatch(r'{"step": (\d+),[^{}]*}', line) for line in lines]
-    kept = [match[0] for match in found if match and int(match[1]) <= step]
-    write_whole(path, "".join(line + "\n" for line in kept))
+    found = re.findall(r'^({"step": (\d+),[^{}\n]*})$', text, re.MULTILINE)
+    write_whole(path, "".join(line + "\n" for line, number in found if int(number) <= step))
 
 
 def write_whole(path, text):
@@ -356,7 +371,9 @@ def setup(config, world, micro_batch):
     """All that can fail before step 0 -> the run's parts. ValueError, OSError or ImportError hold one clear line.
 
     Two of them are the same network: `raw`, the GPT with plain parameter names, and `model`, which is called: compiled
-    and wrapped as the layout asks.
+    and wrapped as the layout asks. `dataset` and `validation` are the splits, `note` what a checkpoint says of its run;
+    `say` prints on one process; `accumulation` micro-batches make a step; `skipped` counts refused updates in a row;
+    `unsaved` tells that a write has failed, `unwritten` holds the metrics it concerned, `claim` the lock on --out.
     """
     fields = model_config(config, vocab_size=1)
     say = tell if world.writer else lambda *words, **options: None
@@ -380,9 +397,10 @@ def setup(config, world, micro_batch):
     if world.device.type == "cpu":
         keep_memory()
     # What this machine computes with. Each choice comes with its reason, for the lines below.
-    dtype, why_dtype = world.agree(pick_dtype(config.dtype, world.device))
-    compiled, why_compile = world.agree(pick_compile(config, world.device))
-    backend, why_backend = world.agree(pick_backend(config.attention, config.sdpa, fields, world.device, dtype))
+    agree = run.checkpointer.agree  # on rank 0's: each process measures for itself, with another result perhaps
+    dtype, why_dtype = agree(pick_dtype(config.dtype, world.device))
+    compiled, why_compile = agree(pick_compile(config, world.device))
+    backend, why_backend = agree(pick_backend(config.attention, config.sdpa, fields, world.device, dtype))
     # Shapes alone until the model is sharded: no process ever holds more than its share, and then the weights come.
     with torch.device("meta"):
         run.raw = GPT(fields, backend)
@@ -398,18 +416,21 @@ def setup(config, world, micro_batch):
     run.step, extra = (0, {}) if resumed is None else run.checkpointer.load(run.raw, run.optimizers, resumed)
     run.scaler.load_state_dict(extra.get("scaler") or run.scaler.state_dict())
     # FSDP2 hands its modules weights that are in `dtype` already.
-    autocast = dtype != torch.float32 and not world.has("shard")
-    run.autocast = torch.autocast(world.device.type, dtype, enabled=autocast)
+    run.autocast = torch.autocast(world.device.type, dtype, enabled=dtype != torch.float32 and not world.has("shard"))
     if run.step > config.steps:
         raise ValueError(f"--steps {config.steps} is below step {run.step}, which {config.out} has reached: take more, "
                          "or --resume never")
-    if world.writer:  # nothing was written until here, where nothing else can fail
+    profiled = (config.profile or config.profile_detail) and Path(config.out, "profile")
+    if profiled and config.steps - run.step < sum(profile.SCHEDULE.values()):
+        raise ValueError(f"--profile takes {sum(profile.SCHEDULE.values())} steps, the run has "
+                         f"{config.steps - run.step} to go: raise --steps, or drop it")
+    if world.writer:  # nothing was written to --out before: all else has been checked
         prepare_out(run)
     peak, source = profile.peak_flops(world.device, dtype, config.peak_tflops)
     run.meter = profile.Meter(run.raw.flops_per_token(fields.seq_len), peak * world.size, world.device)
-    profiled = (config.profile or config.profile_detail) and Path(config.out, "profile")
     run.profiler = profile.Profiler(profiled, world.device, world.rank, say, config.profile_detail)
     run.accumulation = config.batch_size // world.data_size // micro_batch
+    run.step_tokens = config.batch_size * fields.seq_len
 
     say(f"data      {config.data}: {run.dataset.tokens:,} tokens to train on, {run.validation.tokens:,} to validate, "
         f"tokenizer {run.note['tokenizer']} of {fields.vocab_size:,}")
@@ -427,38 +448,51 @@ def setup(config, world, micro_batch):
 
 def prepare_out(run):
     """Make --out what a run at `run.step` leaves: an earlier run renamed, or what came after this step removed."""
-    out = Path(run.config.out)
-    move_aside(run.config, run.say)
-    out.mkdir(parents=True, exist_ok=True)
-    write_whole(out / "config.json", json.dumps(run.note, indent=2) + "\n")
-    cut_metrics(out / "metrics.jsonl", run.step)
-    if run.config.resume.isdecimal():  # --resume auto must not go on from a later checkpoint
-        run.checkpointer.prune(run.step)
-
-
-def move_aside(config, say):
-    """With --resume never, rename the run that is in --out, when all else is known to be right."""
-    out = Path(config.out).resolve()
+    config, out = run.config, Path(run.config.out).resolve()
+    if out.is_dir():
+        claim(out).close()  # is it another run's? Not to be kept, for the folder may be renamed now
+    # With --resume never the earlier run is renamed, now that all else is known to be right.
     if config.resume == "never" and ((out / "config.json").exists() or (out / "checkpoints").exists()):
         if Path.cwd().is_relative_to(out):
             raise ValueError(f"--out {config.out} holds the working directory, which --resume never would rename")
         aside = next(path for n in range(1, 10 ** 6) if not (path := out.with_name(f"{out.name}.{n}")).exists())
         out.rename(aside)
-        say(f"--resume never: the earlier run is now {aside}")
+        run.say(f"--resume never: the earlier run is now {aside}")
+    out.mkdir(parents=True, exist_ok=True)
+    run.claim = claim(out)
+    write_whole(out / "config.json", json.dumps(run.note, indent=2) + "\n")
+    cut_metrics(out / "metrics.jsonl", run.step)
+    if config.resume.isdecimal():  # --resume auto must not go on from a later checkpoint
+        run.checkpointer.prune(run.step)
+
+
+def claim(out):
+    """Lock the folder `out` -> the open file that holds the lock until it is closed; ValueError if another run has it.
+
+    Two runs in one folder would remove each other's checkpoints. The lock of a process that dies goes with it.
+    """
+    file = open(out / ".lock", "w")
+    try:
+        import fcntl
+        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise ValueError(f"--out {out} is written by another run: end that one, or take another --out") from None
+    except (OSError, ImportError):  # a file system without locks; Windows
+        pass
+    return file
 
 
 def open_run(run):
     """Make the run's Checkpointer -> the step to resume from, None for a fresh start.
 
-    Raises ValueError when the checkpoint is of another model or tokenizer. Other flags may change; that is said aloud.
+    Raises ValueError when the checkpoint is of another model (with its masks and dropout), tokenizer or optimizer.
+    Other flags may change; that is said aloud.
     """
-    config, world = run.config, run.world
-    run.checkpointer = checkpoint.Checkpointer(Path(config.out).resolve(), config.keep, config.async_save,
-                                               config.keep_every)
+    config = run.config
+    run.checkpointer = checkpoint.Checkpointer(config.out, config.keep, config.async_save, config.keep_every)
     if config.resume == "never":
         return None
-    step = int(config.resume) if config.resume.isdecimal() else None
-    step = run.checkpointer.choose(step, read=(world.rank, world.size))
+    step = run.checkpointer.choose(int(config.resume) if config.resume.isdecimal() else None, read=True)
     if step is not None:
         try:
             then, now = ({**note["config"], **dataclasses.asdict(ModelConfig(**note["model"])),
@@ -526,8 +560,7 @@ def evaluate(run, step):
     A sum of losses over a number of targets, both over all processes: the same value every time and in every layout.
     """
     world, batch, windows = run.world, run.micro_batch, run.validation.windows
-    if run.config.eval_tokens:
-        windows = min(windows, math.ceil(run.config.eval_tokens / run.raw.config.seq_len))
+    windows = min(windows, math.ceil(run.config.eval_tokens / run.raw.config.seq_len) or windows)
     run.model.eval()
     total, count = torch.zeros(2, device=world.device)
     for first in range(0, windows, batch * world.data_size):
@@ -555,11 +588,10 @@ def evaluate(run, step):
 
 def report(run, pending):
     """Write the metrics of the steps in `pending`, [(step, loss, norm, elapsed)], print the last one's, empty it."""
-    tokens = run.config.batch_size * run.raw.config.seq_len
-    speed = run.meter.read(tokens * len(pending))
+    speed = run.meter.read(run.step_tokens * len(pending))
     speed["data_wait_s"] /= len(pending)
     rows = [dict(step=step, loss=loss.item(), lr=learning_rate(step - 1, run.config, run.peak_lr),
-                 grad_norm=norm.item(), tokens=step * tokens, **speed, elapsed_s=elapsed)
+                 grad_norm=norm.item(), tokens=step * run.step_tokens, **speed, elapsed_s=elapsed)
             for step, loss, norm, elapsed in pending]
     guard(run, write_metrics, run, rows)
     pending.clear()
@@ -571,8 +603,7 @@ def report(run, pending):
 
 def save(run, step):
     """Write a checkpoint of `step`; all else that a resumed run needs follows from the step."""
-    extra = dict(run.note, scaler=run.scaler.state_dict(),
-                 tokens=step * run.config.batch_size * run.raw.config.seq_len)
+    extra = dict(run.note, scaler=run.scaler.state_dict(), tokens=step * run.step_tokens)
     with run.profiler.region("checkpoint"):
         guard(run, run.checkpointer.save, step, run.raw, run.optimizers, extra)
 
@@ -590,9 +621,12 @@ def guard(run, write, *args):
 
 
 def show_sample(run):
-    """Print how the model continues the validation text. Every process computes it, for the model may be sharded."""
+    """Print how the model continues the validation text, after fine-tuning its first prompt.
+
+    Every process computes it, for the model may be sharded.
+    """
     if run.dataset.meta["tokenizer"] is None or run.world.has("tp"):  # --tp splits sequences, one token has no parts
-        return run.say("no sample: " + ("--tp has none" if run.world.has("tp") else "meta.json names no tokenizer"))
+        return run.say("no sample: " + ("--tp makes none" if run.world.has("tp") else "meta.json names no tokenizer"))
     tokenizer, problem = None, "another process lacks the tokenizer"
     try:
         tokenizer = data.load_tokenizer(run.dataset.meta["tokenizer"], run.config.data)
@@ -600,16 +634,23 @@ def show_sample(run):
         problem = error
     if run.world.any(tokenizer is None):
         return run.say(f"no sample: {problem}")
-    prompt = run.validation.fixed(0)[0][:min(32, run.raw.config.seq_len // 2)].tolist()
+    x, y = run.validation.fixed(0)
+    # After fine-tuning the first prompt, if there is room for a response; of other text the first token is a target.
+    begin = (y[:-1] != -100).int().argmax().item()
+    prompt = x[:begin + 1 if begin else min(32, run.raw.config.seq_len // 2)].tolist()
     tokens = min(200, run.raw.config.seq_len - len(prompt))  # learned positions end there
     run.raw.eval()
     with run.autocast, torch.compiler.set_stance("force_eager"):  # the cache's length would recompile at each token
-        new, = run.raw.generate([prompt], tokens, temperature=0.8, seed=run.config.seed, vocab=tokenizer.n_vocab)
+        new, = run.raw.generate([prompt], tokens, temperature=0.8, seed=run.config.seed, vocab=tokenizer.n_vocab,
+                                stop=tokenizer.eot_token if begin else None)
     run.say(f"---- sample: {tokenizer.decode(prompt)!r} goes on ----\n{tokenizer.decode(new)}\n----")
 
 
 def train(config):
-    """Run the whole job that `config` describes -> exit code: 0 complete, 1 not saved, 128 + signal."""
+    """Run the whole job that `config` describes -> exit code: 0 complete, 1 not all saved or --max_skips, 128 + signal.
+
+    What cannot work ends in `distributed.refuse`, with 2 for flags and 1 for the rest.
+    """
     fields = model_config(config, vocab_size=1)
     try:
         world = distributed.start(config.device, config.fsdp, config.replicas, config.tp, config.timeout,
@@ -650,11 +691,11 @@ def loop(run):
         step += 1
         pending.append((step, loss, norm, time.perf_counter() - STARTED))
         stopping = run.world.any(signals[0] if signals else 0)  # the signal's number
-        last = step == config.steps
 
         def due(every):
-            return last or every and step % every == 0
-        if run.skipped or stopping or due(config.log_every) or due(config.eval_every) or due(config.save_every):
+            return step == config.steps or every and step % every == 0
+        odd = run.skipped or stopping or step == run.step + 1  # the first: a sign of life, which includes compilation
+        if odd or due(config.log_every) or due(config.eval_every) or due(config.save_every):
             report(run, pending)
         if run.skipped:
             say(f"step {step}: update skipped, it has no target, or its loss or gradient is not finite "
@@ -673,9 +714,10 @@ def loop(run):
     if run.skipped > config.max_skips:
         say("train.py: more than --max_skips: lower --lr, or go on from the last checkpoint with another --seed")
         return 1
-    if stopping and not last:
+    if stopping and step < config.steps:
         again = "the same command" if config.resume == "auto" else "--resume auto"
-        say(f"stopped at step {step} by {signal.Signals(stopping).name}: {again} goes on from there")
+        place = "the newest checkpoint, for not all was saved, see above" if run.unsaved else "there"
+        say(f"stopped at step {step} by {signal.Signals(stopping).name}: {again} goes on from {place}")
         return 128 + stopping
     show_sample(run)
     # From here the rate would rise again; a checkpoint before wsd's decay is one of the longer run, too.
@@ -689,6 +731,7 @@ def loop(run):
 
 
 def main():
+    signal.signal(signal.SIGINT, signal.default_int_handler)
     try:
         sys.exit(train(parse_args(TrainConfig, "train.py")))
     except data.DataError as error:  # from a reading process it comes with a traceback as its text
