@@ -549,8 +549,8 @@ def read_hf(path):
 
     path = file = Path(path)
     if not path.exists():
-        raise ValueError(f"{path} does not exist: expected a run of train.py, a Hugging Face folder (hf download NAME "
-                         "--local-dir DIR makes one) or nanoGPT's ckpt.pt")
+        raise ValueError(f"{path} does not exist: expected a Hugging Face folder (hf download NAME "
+                         "--local-dir DIR makes one), nanoGPT's ckpt.pt or, to sample from or export, a run")
     if Path(path, "checkpoints").is_dir():
         raise ValueError(f"{path} is a run of train.py: python checkpoint.py export {path} DIR makes a folder of it")
     try:
@@ -734,7 +734,7 @@ def verify(path):
 def main():
     import data
     from model import GPT, ModelConfig
-    from train import command
+    from train import DTYPES, command
 
     with command(CheckpointConfig, "checkpoint.py") as config:
         if config.command in ("inspect", "verify"):
@@ -747,9 +747,8 @@ def main():
         else:
             tokenizer = data.load_tokenizer(extra["tokenizer"], extra["data"]) if extra["tokenizer"] else None
             size = int(config.max_shard_size[:-2]) * 1000 ** ("KMG".index(config.max_shard_size[-2]) + 1)
-            dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config.dtype]
             files = data.hf_tokenizer(tokenizer) if tokenizer else {}
-            export_hf(model, fields, out, dtype, size, tokenizer and tokenizer.eot_token, files)
+            export_hf(model, fields, out, DTYPES[config.dtype], size, tokenizer and tokenizer.eot_token, files)
         print(f"{out} is written: try python model.py {out}")
 
 

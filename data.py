@@ -166,7 +166,7 @@ def find_files(sources):
     for source in sources:
         inside = walk(source) if os.path.isdir(source) else [source]
         texts = list(filter(is_text, inside))
-        require(texts, f"{source} has no text: no .jsonl[.gz] or .parquet, no file without NUL in its first 8 KB")
+        require(texts, f"{source} has no text: no table, and NULs where UTF-8 has none (iconv -f utf-16 -t utf-8)")
         if len(texts) < len(inside):
             print(f"{source}: {len(texts)} text files; {len(inside) - len(texts)} binary ones are left out")
         files += texts
@@ -209,7 +209,7 @@ def open_table(source):
         for batch in need("pyarrow.parquet").ParquetFile(name).iter_batches(1024):
             yield from batch.to_pylist()
     else:
-        with (gzip.open if name.endswith(".gz") else open)(name, "rt", encoding="utf-8", errors="replace") as lines:
+        with (gzip.open if name.endswith(".gz") else open)(name, "rt", encoding="utf-8-sig", errors="replace") as lines:
             yield from map(json.loads, filter(str.strip, lines))
 
 
@@ -252,7 +252,8 @@ def pieces(text):
     context, so the pieces' tokens are the whole's. (After a newline they do not: several newlines may be one token, and
     cl100k_base has tokens like ".\\n".) Text without such a place is cut anywhere, which costs a token or two.
     """
-    utf8 = {"encoding": "utf-8", "errors": "replace", "newline": ""}  # newline: "\r\n" stays as it is
+    # -sig: without a byte order mark; newline: "\r\n" stays as it is
+    utf8 = {"encoding": "utf-8-sig", "errors": "replace", "newline": ""}
     with open(text, **utf8) if isinstance(text, Path) else io.StringIO(text, newline="") as file:
         rest = ""
         while len(block := file.read(PIECE)) == PIECE:
@@ -616,7 +617,8 @@ def main():
     with command(DataConfig, "data.py") as config:
         meta = prepare(**vars(config))
     print(f"{config.out}: {meta['train_tokens']:,} train and {meta['val_tokens']:,} val tokens "
-          f"({meta['tokenizer']}, {meta['vocab_size']:,} ids)\nnext: python train.py --data {config.out}")
+          f"({meta['tokenizer']}, {meta['vocab_size']:,} ids)\nnext: python train.py --data {config.out} --out "
+          f"{Path('out', Path(config.out).name)}")
 
 
 if __name__ == "__main__":

@@ -176,7 +176,12 @@ def connect(shape, device):
         # It warns where it cannot merge two gathers into one, as in Muon and when whole weights are exported.
         logging.getLogger("torch.distributed.tensor._redistribute").setLevel(logging.ERROR)
     tp, rank, size = shape.get("tp", 1), dist.get_rank(), dist.get_world_size()
-    return World(device, rank, size, rank == 0, rank // tp, size // tp, mesh)
+    world = World(device, rank, size, rank == 0, rank // tp, size // tp, mesh)
+    if world.has("tp"):
+        from torch.distributed.tensor.parallel import loss_parallel
+        # Logits stay sharded over the vocabulary: the softmax exchanges a maximum and a sum per token, not V logits.
+        world.entered.enter_context(loss_parallel())
+    return world
 
 
 def stand_together(world, store):
@@ -189,15 +194,12 @@ def stand_together(world, store):
     world.entered.callback(stopped.set)
 
     def leave(*error):
-        show(*error)
-        sys.stderr.flush()
-        tell()
-        os._exit(1)  # at once: a tidy exit could wait for peers that wait for this process
-
-    def tell():
+        if error:
+            show(*error)
         if not stopped.is_set():
             with suppress(RuntimeError):  # the store may have gone with its process
                 store.set("ended", name)
+            os._exit(1)  # at once: a tidy exit could wait for peers that wait for this process
 
     def watch(store):
         while not stopped.wait(1):
@@ -210,7 +212,7 @@ def stand_together(world, store):
                     print(f"{name} ends because {ended} has, which says why", file=sys.stderr, flush=True)
                 os._exit(1)
     sys.excepthook = leave
-    atexit.register(tell)
+    atexit.register(leave)
     threading.Thread(target=watch, args=(store.clone(),), daemon=True).start()  # a connection is one thread's
 
 
@@ -309,8 +311,6 @@ def tensor_parallel(raw, world):
     raw.heads = range(mesh.get_local_rank() * heads, (mesh.get_local_rank() + 1) * heads)  # for rules that ask for them
     # Not the collective's pending result: a compiled block that is given one fails in backward (torch 2.13).
     raw.embed.register_forward_hook(lambda module, inputs, output: output.clone())
-    # The logits stay sharded over the vocabulary: the softmax exchanges a maximum and a sum per token, not V logits.
-    world.entered.enter_context(parallel.loss_parallel())
     # The caller gets a plain tensor again; a copy, because FSDP2 warns of views.
     raw.register_forward_hook(lambda module, inputs, output: output.full_tensor().clone())
 
@@ -563,7 +563,8 @@ def main():
         change = None if found["fits"] else smallest_change(predict, config.gpus)
     except (ValueError, OSError, ImportError) as error:
         refuse(f"distributed.py: {error}", 2)
-    print(f"{config.gpus} x {config.gpu}, {batches[0]}\ngathered: 16-bit weights; block, root: gradients and what is "
+    print(f"{config.gpus} x {config.gpu}, {batches[0]}" + ("" if config.batch_size else ", to be told to train.py"))
+    print("gathered: 16-bit weights; block, root: gradients and what is "
           "recomputed where backward is; the peak is less than the sum, for not all are there at once")
     for unit, purposes in ("GB per GPU", found["memory"]), ("GB sent per GPU and step", found["sent"]):
         for purpose, n in purposes.items():

@@ -229,6 +229,8 @@ class ChunkedLoss(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, factor):
+        if torch.is_grad_enabled():  # create_graph: these gradients are constants
+            raise RuntimeError("second derivatives need the logits in one piece: raise model.CHUNK_BYTES")
         # In place, for a loss is gone through backward once.
         return *(gradient.mul_(factor) for gradient in ctx.saved_tensors), None, None, None
 

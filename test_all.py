@@ -422,6 +422,9 @@ def test_chunked_loss_equals_plain():
             model.zero_grad()
             loss = model(tokens[:, :-1], tokens[:, 1:])
             loss.backward()
+            if budget < 2 ** 28:
+                loss = model(tokens[:, :-1], tokens[:, 1:])
+                fails(RuntimeError, "second derivatives", torch.autograd.grad, loss, model.head.weight, None, None, True)
         results.append((loss.item(), model.head.weight.grad.clone(), model.embed.weight.grad.clone()))
     (loss, *grads), (chunked, *others) = results
     assert abs(chunked - loss) / loss < 1e-6
@@ -655,6 +658,7 @@ def test_command_line():
         assert code == 2 and words in output and output.count("\n") == 1, (argv, output)
     assert len(dataclasses.fields(TrainConfig)) <= 60
     assert train_file.parse_args(data.DataConfig, "data.py", ["a", "--out=o", "b"]).sources == ["a", "b"]
+    assert "required: run (see" in exit_of(train_file.parse_args, model_file.SampleConfig, "model.py", [])[1]
     code, output = exit_of(parse, ["--help"])
     assert code == 0 and "None" not in output and "(wsd)" in output, output
 
@@ -917,7 +921,7 @@ def test_a_fallback_says_so_once_with_its_reason():
         code, output = train_here(f"--data={d}/data", f"--out={d}/out", "--steps=2", "--dtype=auto", "--compile=on",
                                   "--softcap=9")
         assert code == 0, output
-        for words in ("compile off: it needs a C++ compiler and found none, install g++", "float32 (bf16 is not fast",
+        for words in ("compile off: it needs a C++ compiler and found none, install g++", "fp32 (bf16 is not fast",
                       "attention reference, not flash: SDPA has no soft-capping"):
             assert output.count(words) == 1, (words, output)
 
@@ -935,7 +939,7 @@ def test_two_runs_in_one_folder():
             time.sleep(60 if claimed else 0)
         pid, = forked(1, first)
         wait_for((d / "claimed").exists)
-        for more in [], ["--resume=never"]:
+        for more in [], ["--resume=never"], ["--resume=7"]:
             code, output = exit_of(lambda: train_here(*flags, *more, catch=False))
             assert code == 1 and "another run" in output and output.count("\n") == 1, output
         os.kill(pid, signal.SIGKILL)
@@ -1294,7 +1298,7 @@ def test_launches_of_the_readme_are_launches():
 
 
 def test_imports_point_one_way_and_the_tree_stays_small():
-    """The leaves import nothing of ours, model imports attention, train glues; at most 2,605 lines of code."""
+    """The leaves import nothing of ours, model imports attention, train glues; at most 2,612 lines of code."""
     modules = {path.stem: ast.parse(path.read_text(encoding="utf-8")) for path in HERE.glob("*.py")}
     leaves = {"attention", "data", "distributed", "checkpoint", "profile"}
     allowed = {**{leaf: set() for leaf in leaves}, "model": {"attention"}, "train": leaves | {"model"}}
@@ -1312,7 +1316,7 @@ def test_imports_point_one_way_and_the_tree_stays_small():
             documentation = {line for text in documented for line in range(text.lineno, text.end_lineno + 1)}
             text = enumerate((HERE / f"{name}.py").read_text(encoding="utf-8").splitlines(), 1)
             lines += sum(number not in documentation and bool(line.split("#")[0].strip()) for number, line in text)
-    assert lines <= 2605, f"{lines} lines of code"
+    assert lines <= 2612, f"{lines} lines of code"
 
 
 # ---- data ------------------------------------------------------------------------------------------------------------
@@ -1472,8 +1476,9 @@ def test_every_kth_of_many_documents_is_validation_and_few_are_cut_at_the_tail()
 def test_sources_folder_hf_stdin_and_default():
     with folder() as where:
         source = where / "source"
-        for name, content in {"b.txt": b"bee", "a/z.md": b"zed \xff", ".git/x": b"no", "c.png": b"\x89\x00\x01",
-                              ".hidden": b"no", "empty.txt": b"", "B.jsonl": b'{"text": "row \\ud800"}\n'}.items():
+        for name, content in {"b.txt": b"\xef\xbb\xbfbee", "a/z.md": b"zed \xff", ".git/x": b"no", ".hidden": b"no",
+                              "c.png": b"\x89\x00\x01", "empty.txt": b"",
+                              "B.jsonl": b'\xef\xbb\xbf{"text": "row \\ud800"}\n'}.items():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes(content)
         with contextlib.redirect_stdout(io.StringIO()) as said:

@@ -130,7 +130,10 @@ class TrainConfig:
 
 # nanoGPT's names, where they are not nearly ours.
 NANOGPT = {"--block_size": "--seq_len", "--max_iters": "--steps", "--learning_rate": "--lr", "--out_dir": "--out",
-           "--gradient_accumulation_steps": "--micro_batch", "--dataset": "--data", "--eval_interval": "--eval_every"}
+           "--gradient_accumulation_steps": "--micro_batch", "--dataset": "--data", "--eval_interval": "--eval_every",
+           "--decay_lr": "--schedule", "--min_lr": "--schedule", "--lr_decay_iters": "--steps"}
+# Names of --dtype, in messages, too.
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def parse_args(kind, prog, argv=None):
@@ -141,7 +144,11 @@ def parse_args(kind, prog, argv=None):
     """
     # No abbreviations: a flag added later would change what they mean.
     parser = argparse.ArgumentParser(prog, description=kind.__doc__, allow_abbrev=False)
-    parser.error = lambda message: distributed.refuse(f"{prog}: {message} (see {prog} --help)", 2)
+
+    def refuse(message):
+        message = re.sub(r"(required: \w+), .*", r"\1", message)  # argparse names lists, too, which may be empty
+        distributed.refuse(f"{prog}: {message} (see {prog} --help)", 2)
+    parser.error = refuse
     for field in dataclasses.fields(kind):
         hint, text = get_args(get_type_hints(kind, include_extras=True)[field.name])
         positional = field.default is dataclasses.MISSING
@@ -265,7 +272,7 @@ def build_optimizer(model, config, peak, dtype):
 def pick_dtype(name, device):
     """(torch dtype of the matrix products, why). By default bf16 where it is fast, else fp32."""
     if name != "auto":
-        return {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[name], "as asked"
+        return DTYPES[name], "as asked"
     fast = device.type == "cpu" and faster_in_bf16() or (
         device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False))
     return (torch.bfloat16, "fast here") if fast else (torch.float32, f"bf16 is not fast on this {device.type}")
@@ -392,6 +399,7 @@ def setup(config, world, micro_batch):
             f"{run.dataset.meta['vocab_size']}: is it the same one?")
     run.note = dict(config=dataclasses.asdict(config), model=dataclasses.asdict(fields),
                     tokenizer=run.dataset.meta["tokenizer"], data=os.path.abspath(config.data))
+    run.claim = claim(config.out) if world.writer and os.path.isdir(config.out) else None
     resumed = open_run(run)
 
     if world.device.type == "cpu":
@@ -438,7 +446,8 @@ def setup(config, world, micro_batch):
         f"{fields.n_layer} layers x {fields.n_embd}, {why_backend}")
     say(f"batch     {config.batch_size} sequences = {world.data_size} processes x {run.accumulation} micro-batches x "
         f"{micro_batch}, each of {fields.seq_len} tokens")
-    say(f"machine   {world.size} x {world.device.type}, {str(dtype)[6:]} ({why_dtype}), compile {why_compile}, "
+    kind = next(name for name, known in DTYPES.items() if known == dtype)
+    say(f"machine   {world.size} x {world.device.type}, {kind} ({why_dtype}), compile {why_compile}, "
         f"peak {peak / 1e12:.2f} TFLOP/s ({source})")
     say(f"optimizer {config.optimizer}, peak lr {run.peak_lr:.2e}, {config.schedule}; "
         + (f"resumed at step {run.step} of {config.steps}" if run.step else
@@ -449,8 +458,6 @@ def setup(config, world, micro_batch):
 def prepare_out(run):
     """Make --out what a run at `run.step` leaves: an earlier run renamed, or what came after this step removed."""
     config, out = run.config, Path(run.config.out).resolve()
-    if out.is_dir():
-        claim(out).close()  # is it another run's? Not to be kept, for the folder may be renamed now
     # With --resume never the earlier run is renamed, now that all else is known to be right.
     if config.resume == "never" and ((out / "config.json").exists() or (out / "checkpoints").exists()):
         if Path.cwd().is_relative_to(out):
@@ -458,8 +465,9 @@ def prepare_out(run):
         aside = next(path for n in range(1, 10 ** 6) if not (path := out.with_name(f"{out.name}.{n}")).exists())
         out.rename(aside)
         run.say(f"--resume never: the earlier run is now {aside}")
+        run.claim = None
     out.mkdir(parents=True, exist_ok=True)
-    run.claim = claim(out)
+    run.claim = run.claim or claim(out)  # not twice: closing either file would end the lock
     write_whole(out / "config.json", json.dumps(run.note, indent=2) + "\n")
     cut_metrics(out / "metrics.jsonl", run.step)
     if config.resume.isdecimal():  # --resume auto must not go on from a later checkpoint
@@ -471,7 +479,7 @@ def claim(out):
 
     Two runs in one folder would remove each other's checkpoints. The lock of a process that dies goes with it.
     """
-    file = open(out / ".lock", "w")
+    file = open(Path(out, ".lock"), "w")
     try:
         import fcntl
         fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -722,7 +730,7 @@ def loop(run):
     show_sample(run)
     # From here the rate would rise again; a checkpoint before wsd's decay is one of the longer run, too.
     early = [n for n in run.checkpointer.steps() if n <= step // 2 and config.schedule == "wsd"]
-    resume = f" --resume {early[-1]}" if early else ""
+    resume = f" --resume {early[-1]}" if early else " (where the rate rises again)"
     lacking = ", but not all was saved, see above" if run.unsaved else ""
     say(f'{config.out} is complete at step {step}{lacking}. Sample: python model.py {config.out} "...". Go on: --steps '
         f"{2 * step}{resume}. Start over: --resume never. Scale up: torchrun --nproc_per_node=8 train.py --data "
