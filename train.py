@@ -144,11 +144,9 @@ def parse_args(kind, prog, argv=None):
     """
     # No abbreviations: a flag added later would change what they mean.
     parser = argparse.ArgumentParser(prog, description=kind.__doc__, allow_abbrev=False)
-
-    def refuse(message):
-        message = re.sub(r"(required: \w+), .*", r"\1", message)  # argparse names lists, too, which may be empty
-        distributed.refuse(f"{prog}: {message} (see {prog} --help)", 2)
-    parser.error = refuse
+    # Of missing arguments the first one: argparse names lists, too, which may be empty.
+    parser.error = lambda text: distributed.refuse(
+        f"{prog}: {text.split(', ')[0] if 'required:' in text else text} (see {prog} --help)", 2)
     for field in dataclasses.fields(kind):
         hint, text = get_args(get_type_hints(kind, include_extras=True)[field.name])
         positional = field.default is dataclasses.MISSING
