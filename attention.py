@@ -107,10 +107,9 @@ def model_mask(tokens, origin, config, backend, cache=None, rule=causal, heads=N
         rules.append(document(cache.extend("origin", origin[..., None])[..., 0] if cache else origin))
     seen = and_masks(*rules)
 
-    def own(b, h, q_idx, kv_idx):
-        return seen(b, h + heads.start, q_idx, kv_idx)
     # A rule of your own may ask for row and head, so it is made for each: dense, a byte for each of (B, H, T, S).
-    mask = make_mask(own, backend, queries, keys, device, 1 if plain else batch, len(heads))
+    mask = make_mask(lambda b, h, q_idx, kv_idx: seen(b, h + heads.start, q_idx, kv_idx), backend, queries, keys,
+                     device, 1 if plain else batch, len(heads))
     # Kept, unless made under inference_mode: autograd refuses such tensors in a later training step.
     if lasting and not (torch.compiler.is_compiling() or torch.is_inference_mode_enabled()) and len(MASKS) < 8:
         MASKS[key] = mask
@@ -132,22 +131,21 @@ def soft_cap(x, limit):
     return limit * torch.tanh(x / limit) if limit else x
 
 
-def reference(q, k, v, mask, dropout=0.0, softcap=0.0):
+def reference(q, k, v, mask, softcap=0.0):
     """softmax(q k^T / sqrt(D)) v with all scores in memory; shapes as for `attend`."""
     # Grouped-query attention: so many neighbouring query heads share a key/value head.
     k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))  # (B, H, S, D)
     scores = soft_cap(q @ k.transpose(-2, -1) / math.sqrt(q.size(-1)), softcap)  # (B, H, T, S)
     weights = scores.masked_fill(~mask, -math.inf).softmax(dim=-1, dtype=torch.promote_types(q.dtype, torch.float32))
-    return F.dropout(weights, dropout).to(v.dtype) @ v  # (B, H, T, D)
+    return weights.to(v.dtype) @ v  # (B, H, T, D)
 
 
-def attend(q, k, v, mask=None, backend="auto", dropout=0.0, softcap=0.0):
+def attend(q, k, v, mask=None, backend="auto", softcap=0.0):
     """Attention output (B, H, T, D) for q (B, H, T, D) and k, v (B, K, S, D); H must be a multiple of K.
 
     `mask` is `make_mask`'s for the same backend; None means causal, the queries being the last T of the S positions.
     `backend` is "sdpa", one of its KERNELS, "flex", "reference", or "auto": SDPA, and the reference for soft-capping.
-    `dropout` is the probability of dropping an attention weight, `softcap` the scores' limit (0: none). Raises
-    ValueError for what the backend does not have.
+    `softcap` is the scores' limit (0: none), which SDPA does not have: ValueError.
     """
     queries, keys, shared = q.size(2), k.size(2), q.size(1) != k.size(1)
     if backend == "auto" or backend == "flex" and queries < keys:  # Flex is for training
@@ -157,21 +155,21 @@ def attend(q, k, v, mask=None, backend="auto", dropout=0.0, softcap=0.0):
     if mask is None and (backend in ("flex", "reference") or 1 < queries < keys):
         mask = make_mask(causal, backend, queries, keys, q.device)
     if backend == "reference":
-        return reference(q, k, v, mask, dropout, softcap)
-    if (dropout if backend == "flex" else softcap):
-        raise ValueError("Flex has no dropout of its weights" if backend == "flex" else "SDPA has no soft-capping")
+        return reference(q, k, v, mask, softcap)
     if backend == "flex":
         def modify(score, b, h, q_idx, kv_idx):
             return soft_cap(score, softcap)
         return fused(flex_attention, q.device)(q, k, v, modify, mask, enable_gqa=shared)
+    if softcap:
+        raise ValueError("SDPA has no soft-capping")
     triangle = True if mask is None and queries > 1 else False  # a bool, where torch.compile has a symbol for queries
     with sdpa_kernel(KERNELS[backend]) if backend in KERNELS else contextlib.nullcontext():
-        return F.scaled_dot_product_attention(q, k, v, mask, dropout, triangle, enable_gqa=shared)
+        return F.scaled_dot_product_attention(q, k, v, mask, is_causal=triangle, enable_gqa=shared)
 
 
-def gradients(q, k, v, mask, backend, **options):
+def gradients(q, k, v, mask, backend, softcap=0.0):
     """What `attend` returns, where the inputs require gradients instead theirs, as a tuple."""
-    out = attend(q, k, v, mask, backend, **options)
+    out = attend(q, k, v, mask, backend, softcap)
     return torch.autograd.grad(out, (q, k, v), torch.ones_like(out)) if out.requires_grad else (out,)
 
 
@@ -204,12 +202,11 @@ def pick_backend(attention, sdpa, config, device, dtype):
     first += ["reference"] if device.type == "cpu" and dtype == torch.bfloat16 and config.seq_len <= 256 else []
     names = {"auto": [*first, *KERNELS, "reference"], "sdpa": [*KERNELS]}.get(attention, [attention])
     tokens = torch.zeros(1, config.seq_len if cuda else 8, dtype=torch.int64, device=device)
-    origin = tokens if config.doc_start >= 0 else None  # one document, which begins at 0
+    start = tokens if config.doc_start >= 0 else None  # one document, which begins at 0
     q, k, v = (torch.zeros(1, heads, tokens.size(1), config.head_dim, device=device, dtype=dtype, requires_grad=True)
                for heads in (config.n_head, config.n_kv_head, config.n_kv_head))
     for name in names if sdpa == "auto" else {sdpa}.intersection(names):
-        found[name] = attempt(lambda: gradients(q, k, v, model_mask(tokens, origin, config, name), name,
-                                                dropout=config.dropout, softcap=config.softcap))
+        found[name] = attempt(lambda: gradients(q, k, v, model_mask(tokens, start, config, name), name, config.softcap))
         if found[name][0] < math.inf and (name != "flash" or not cuda):
             break
     refused = {reason: name for name, (_, reason) in reversed(found.items()) if reason}  # one reason of many, said once
@@ -262,11 +259,8 @@ class KVCache:
         return lambda b, h, q_idx, kv_idx: rule(b, h, (q_idx + shift).clamp(min=0), (kv_idx + shift).clamp(min=0))
 
 
-def main():
+def compare():
     """Print every backend's error, time and speed with every mask; on a CPU Flex is not compiled, and forward alone."""
-    from dataclasses import make_dataclass
-    from train import parse_args
-    parse_args(make_dataclass("Table", [], namespace={"__doc__": main.__doc__}), "attention.py")
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype, T, size = (torch.bfloat16, 4096, 8192) if device.type == "cuda" else (torch.float32, 512, 1024)
     matrix, ids = torch.randn(size, size, device=device, dtype=dtype), torch.arange(T, device=device)[None] * 4 // T
@@ -289,6 +283,13 @@ def main():
                 speed = work / elapsed
                 result = f"{error:8.1e} {1e3 * elapsed:9.2f} ms {speed / 1e12:8.3f} TFLOP/s {speed / peak:4.0%}"
             print(f"{name:9s} {'+backward' if backward else 'forward':9s} {backend:10s} {result}")
+
+
+def main():
+    from dataclasses import make_dataclass
+    from train import command
+    with command(make_dataclass("Table", [], namespace={"__doc__": compare.__doc__}), "attention.py"):
+        compare()
 
 
 if __name__ == "__main__":

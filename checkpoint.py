@@ -49,11 +49,10 @@ def tensors(model, optimizers=()):
 
     Not in it: learning rate and other hyperparameters, which the run derives from its step.
     """
-    state = {f"model.{name}": parameter.detach() for parameter, name in parameter_names(model).items()}
-    for owner, (optimizer, _, parameter) in owners(model, optimizers).items():
-        moments = optimizer.state.get(parameter, {})  # get: looking into it would make an entry
-        state |= {f"{owner}.{field}": value for field, value in moments.items() if value is not None}
-    return state
+    # get: looking into an optimizer's state would make an entry
+    moments = {f"{owner}.{field}": value for owner, (optimizer, _, parameter) in owners(model, optimizers).items()
+               for field, value in optimizer.state.get(parameter, {}).items() if value is not None}
+    return {f"model.{name}": parameter.detach() for parameter, name in parameter_names(model).items()} | moments
 
 
 def empty(entry, group, parameter):
@@ -66,8 +65,7 @@ def empty(entry, group, parameter):
 
 def compare(saved, wanted, problem="the checkpoint is of another model or optimizer"):
     """ValueError, with names and both forms, unless what is `saved`, {name: shape or more}, is what is `wanted`."""
-    odd = sorted(key for key in saved.keys() | wanted.keys() if saved.get(key) != wanted.get(key))
-    if odd:
+    if odd := sorted(key for key in saved.keys() | wanted.keys() if saved.get(key) != wanted.get(key)):
         shown = [f"{key} is {saved.get(key, 'absent')} in it, {wanted.get(key, 'absent')} here" for key in odd[:4]]
         more = f", and {len(odd) - 4} more" if len(odd) > 4 else ""
         raise ValueError(f"{problem}: {'; '.join(shown)}{more}")
@@ -417,33 +415,30 @@ LLAMA = {
         vocab_size="vocab_size", max_position_embeddings="seq_len", num_hidden_layers="n_layer", hidden_size="n_embd",
         num_attention_heads="n_head", num_key_value_heads="n_kv_head", head_dim="head_dim", rms_norm_eps="norm_eps",
         intermediate_size="n_hidden", tie_word_embeddings="tied", rope_theta="rope_theta", rope_scaling="rope_scaling"),
-    "names": {
-        "embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head", "blocks": "model.layers",
-        "attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm", "attn.q": "self_attn.q_proj",
-        "attn.k": "self_attn.k_proj", "attn.v": "self_attn.v_proj", "attn.o": "self_attn.o_proj",
-        "attn.q_norm": "self_attn.q_norm", "attn.k_norm": "self_attn.k_norm", "mlp.gate": "mlp.gate_proj",
-        "mlp.up": "mlp.up_proj", "mlp.down": "mlp.down_proj"}}
+    "names": {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head", "blocks": "model.layers",
+              "attn_norm": "input_layernorm", "mlp_norm": "post_attention_layernorm", "attn.q": "self_attn.q_proj",
+              "attn.k": "self_attn.k_proj", "attn.v": "self_attn.v_proj", "attn.o": "self_attn.o_proj",
+              "attn.q_norm": "self_attn.q_norm", "attn.k_norm": "self_attn.k_norm", "mlp.gate": "mlp.gate_proj",
+              "mlp.up": "mlp.up_proj", "mlp.down": "mlp.down_proj"}}
 QWEN3 = LLAMA | {"class": "Qwen3ForCausalLM", "fixed": LLAMA["fixed"] | {"qk_norm": True}}
 GPT2 = {
     "class": "GPT2LMHeadModel",
     "fixed": dict(norm="layernorm", position="learned", mlp="gelu", bias=True, qk_norm=False, norm_eps=1e-5, tied=True),
-    "fields": dict(
-        vocab_size="vocab_size", n_positions="seq_len", n_layer="n_layer", n_head="n_head", n_embd="n_embd",
-        n_inner="n_hidden", layer_norm_epsilon="norm_eps", tie_word_embeddings="tied", attn_pdrop="dropout",
-        embd_pdrop="dropout", resid_pdrop="dropout"),
-    "names": {
-        "embed": "transformer.wte", "position": "transformer.wpe", "norm": "transformer.ln_f", "head": "lm_head",
-        "blocks": "transformer.h", "attn_norm": "ln_1", "mlp_norm": "ln_2", "attn.q": "attn.c_attn",
-        "attn.k": "attn.c_attn", "attn.v": "attn.c_attn", "attn.o": "attn.c_proj", "mlp.up": "mlp.c_fc",
-        "mlp.down": "mlp.c_proj"}}
+    "fields": dict(vocab_size="vocab_size", n_positions="seq_len", n_layer="n_layer", n_head="n_head", n_embd="n_embd",
+                   n_inner="n_hidden", layer_norm_epsilon="norm_eps", tie_word_embeddings="tied", embd_pdrop="dropout",
+                   resid_pdrop="dropout"),
+    "names": {"embed": "transformer.wte", "position": "transformer.wpe", "norm": "transformer.ln_f", "head": "lm_head",
+              "blocks": "transformer.h", "attn_norm": "ln_1", "mlp_norm": "ln_2", "attn.q": "attn.c_attn",
+              "attn.k": "attn.c_attn", "attn.v": "attn.c_attn", "attn.o": "attn.c_proj", "mlp.up": "mlp.c_fc",
+              "mlp.down": "mlp.c_proj"}}
 FAMILIES = {"gpt2": GPT2, "llama": LLAMA, "qwen3": QWEN3}
 EXPECTED = {  # what config.json's other fields may say, as regular expressions; one that is not here must be off
     "activation_function": "gelu|gelu_new|gelu_pytorch_tanh", "hidden_act": "silu|swish", "scale_attn_weights": "True",
     "layer_types": r"\[('full_attention'(, )?)*\]", "pretraining_tp": "1", "partial_rotary_factor": r"1(\.0)?"}
 HARMLESS = (  # names of training, of generating, of other heads, of windows that are off
-    "_name_or_path|architectures|attention_dropout|chunk_size_feed_forward|(torch_)?dtype|initializer_range|id2label|"
-    "is_llama_config|label2id|max_window_layers|model_type|n_ctx|return_dict|sliding_window|summary_.*|use_cache|"
-    "task_specific_params|transformers.*|.*_token_id")
+    "_name_or_path|architectures|attention_dropout|attn_pdrop|chunk_size_feed_forward|(torch_)?dtype|initializer_range|"
+    "id2label|is_llama_config|label2id|max_window_layers|model_type|n_ctx|return_dict|sliding_window|summary_.*|"
+    "use_cache|task_specific_params|transformers.*|.*_token_id")
 
 
 @contextlib.contextmanager
@@ -475,7 +470,7 @@ def hf_config(fields):
                              "transformers has no class for this model")
     config = {theirs: fields[ours] for theirs, ours in family["fields"].items()}
     if kind == "gpt2":
-        config["activation_function"] = "gelu" if fields["mlp"] == "gelu_exact" else "gelu_new"
+        config |= dict(activation_function="gelu" if fields["mlp"] == "gelu_exact" else "gelu_new", attn_pdrop=0.0)
     if scaling := config.get("rope_scaling"):  # transformers warns of a context too short to need it
         stretched = int(scaling["factor"] * scaling["original_max_position_embeddings"])
         config["max_position_embeddings"] = max(fields["seq_len"], stretched)
@@ -611,13 +606,16 @@ def import_hf(model, path):
 
 @torch.no_grad()
 def open_model(path, build):
-    """(model on the CPU, extra): of a run's newest checkpoint, a Hugging Face folder, or nanoGPT's ckpt.pt.
+    """(model on the CPU, extra): of a run's newest checkpoint, its step_* folder, a Hugging Face folder, or nanoGPT's.
 
     build(fields) makes the model. `extra` is as train.py saves it: "model", its fields, and "tokenizer" and "data", for
     data.load_tokenizer; the tokenizer of a folder has the folder's path for a name.
     """
-    checkpointer = Checkpointer(path)
-    extra, initial = checkpointer.read_extra(), None
+    run, step = Path(path).resolve(), None
+    if re.search(r"checkpoints.step_\d+$", str(run)):
+        run, step = run.parents[1], int(run.name[5:])
+    checkpointer = Checkpointer(run)
+    extra, initial = checkpointer.read_extra(step), None
     if extra is None:
         fields = read_hf(path)[1]
         known = "gpt2" if fields["vocab_size"] in (50257, 50304) else None  # 50304: as nanoGPT rounds it up
@@ -633,7 +631,7 @@ def open_model(path, build):
     for name, parameter in model.named_parameters() if initial else ():
         parameter.copy_(initial(name))
     if initial is None:
-        checkpointer.load(model)
+        checkpointer.load(model, step=step)
     return model, extra
 
 
@@ -652,9 +650,8 @@ def export_hf(model, fields, folder, dtype=torch.float32, shard_bytes=5 * 10 ** 
         groups, room = [], 0
         for name, ours in hf_names(kind, state).items():
             size = dtype.itemsize * sum(state[part].numel() for part in ours)
-            if not groups or size > room:
-                groups.append({})
-                room = shard_bytes
+            if size > room:
+                groups, room = groups + [{}], shard_bytes
             groups[-1][name] = ours
             room -= size
         index = {}
@@ -684,8 +681,7 @@ class CheckpointConfig:
     """Look into the checkpoints of a run, or carry a model to and from Hugging Face's form."""
 
     command: Annotated[Literal["inspect", "verify", "export", "import"], "what to do"]
-    folder: Annotated[str, "a run; inspect, verify: or its step_* folder; export, import: or a Hugging Face folder, or "
-                           "nanoGPT's ckpt.pt"]
+    folder: Annotated[str, "a run, or its step_* folder; export, import: also a Hugging Face folder, nanoGPT's ckpt.pt"]
     out: Annotated[list[str], "export, import: the folder to make"] = field(default_factory=list)
     dtype: Annotated[Literal["fp32", "bf16", "fp16"], "of the exported weights"] = "fp32"
     max_shard_size: Annotated[str, "an exported file's limit, in KB, MB or GB"] = "5GB"

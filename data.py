@@ -10,7 +10,6 @@ stored, so a batch is a function of (seed, step) for any corpus. `torch.utils.da
 """
 import base64
 import bisect
-import collections
 import functools
 import gzip
 import importlib
@@ -233,8 +232,7 @@ def read_documents(files, keys):
     """Yields the documents of `files` in order, without empty ones (an empty response has nothing to learn)."""
     for file in files:
         if is_table(file):
-            rows = zip(*[read_table(file, key) for key in keys])
-            yield from (texts for texts in rows if texts[-1])
+            yield from (texts for texts in zip(*[read_table(file, key) for key in keys]) if texts[-1])
         elif os.path.getsize(file):
             yield (Path(file),)
 
@@ -274,12 +272,10 @@ def split_corpus(documents, val_fraction):
     A prompt and its response are never cut: of few, the last one validates.
     """
     every = round(1 / val_fraction) if val_fraction else 0
-    documents = iter(documents)
     head = list(itertools.islice(documents, every))
-    few = len(head) < every
-    if few and head and len(head[0]) > 1:
-        few, every = False, len(head)
-    if few:  # characters left to the training split: what comes after them validates
+    if head and len(head[0]) > 1:
+        every = len(head)
+    if few := len(head) < every:  # characters left to the training split: what comes after them validates
         left = int(sum(len(text) for document in head for text in pieces(*document)) * (1 - val_fraction))
     begun = {}  # split -> the last document that it has a part of
     for number, document in enumerate(itertools.chain(head, documents), 1):
@@ -292,9 +288,8 @@ def split_corpus(documents, val_fraction):
                         yield split, number if begun.get(split) != number else 0, turn < len(document), part
                         begun[split] = number
                 left = max(0, left - len(text))
-    for split in begun:
-        if len(document) > 1:  # nothing follows the last response, and it has an end, too
-            yield split, number, False, ""
+    # Nothing follows the last response, and it has an end, too.
+    yield from ((split, number, False, "") for split in begun if len(document) > 1)
 
 
 def encode(encoding, entries):
@@ -374,9 +369,9 @@ def tokenize(corpus, folder, config):
     with ThreadPoolExecutor(threads) as pool, tqdm(unit=" tokens", unit_scale=True, disable=None) as bar:
         batches = iter(lambda: list(itertools.islice(corpus, BATCH)), [])
         tasks = ((entries, pool.submit(encode, encoding, entries)) for entries in batches)
-        ahead = collections.deque(itertools.islice(tasks, 2 * threads))  # no more of them, so memory stays flat
+        ahead = list(itertools.islice(tasks, 2 * threads))  # no more of them, so memory stays flat
         while ahead:
-            entries, task = ahead.popleft()
+            entries, task = ahead.pop(0)
             for split, number, _, text in entries:
                 meta[f"{split}_bytes"] += len(text.encode())
                 unreadable += text.count("\ufffd")
@@ -489,9 +484,9 @@ class TokenDataset:
         self.masks = [open_shard(path.with_suffix(".mask")) for path in paths if masked]
         lengths = [tokens for *_, tokens in self.masks or self.shards]
         require(lengths == counts, f"{folder} has masks of other lengths than its {split} shards: damaged")
-        # windows up to the end of each shard; none reaches into the next one, whose text is another
-        self.ends = list(itertools.accumulate(max(0, tokens - 1) // seq_len for tokens in counts))
-        self.windows = self.ends[-1]
+        # windows before each shard, and in all; none reaches into the next one, whose text is another
+        self.starts = list(itertools.accumulate((max(0, tokens - 1) // seq_len for tokens in counts), initial=0))
+        self.windows = self.starts[-1]
         require(self.windows, f"the longest {split} shard of {folder} has {max(counts):,} tokens, --seq_len {seq_len} "
                               f"needs {seq_len + 1:,}: give more text or a shorter --seq_len")
         map_shard.cache_clear()  # a file that was written again would still have its old content there
@@ -516,10 +511,9 @@ class TokenDataset:
     def place(self, window, key=0):
         """(shard, slice of its tokens). A key moves all windows of a shard by up to T - 1 tokens, so that each epoch
         cuts the text elsewhere; their number stays, for the last one is held within the shard."""
-        shard = bisect.bisect(self.ends, window)
+        shard = bisect.bisect(self.starts, window) - 1
         phase = mix(key, shard) % self.seq_len if key else 0
-        start = (window - (self.ends[shard - 1] if shard else 0)) * self.seq_len + phase
-        start = min(start, self.shards[shard][3] - 1 - self.seq_len)
+        start = min((window - self.starts[shard]) * self.seq_len + phase, self.shards[shard][3] - 1 - self.seq_len)
         return shard, slice(start, start + self.seq_len + 1)
 
     def read(self, places):
@@ -569,10 +563,9 @@ def batches(dataset, step, batch_size, micro_batch, rank=0, world=1, device="cpu
     share = batch_size // world  # consecutive, so that the ranks' shares one after another are the global batch
     shares = itertools.count(step * batch_size + rank * share, batch_size)
     indices = (range(i, i + micro_batch) for first in shares for i in range(first, first + share, micro_batch))
-    loader = torch.utils.data.DataLoader(
-        dataset, batch_sampler=indices, collate_fn=tuple,  # (x, y) as it is
-        num_workers=2 * cuda if workers is None else workers, pin_memory=cuda,
-        generator=torch.Generator())  # else it would draw from the global random numbers
+    loader = torch.utils.data.DataLoader(dataset, batch_sampler=indices, collate_fn=tuple,  # (x, y) as it is
+                                         num_workers=2 * cuda if workers is None else workers, pin_memory=cuda,
+                                         generator=torch.Generator())  # else it draws from the global random numbers
     for x, y in loader:
         yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
 
@@ -616,9 +609,9 @@ def main():
 
     with command(DataConfig, "data.py") as config:
         meta = prepare(**vars(config))
-    print(f"{config.out}: {meta['train_tokens']:,} train and {meta['val_tokens']:,} val tokens "
-          f"({meta['tokenizer']}, {meta['vocab_size']:,} ids)\nnext: python train.py --data {config.out} --out "
-          f"{Path('out', Path(config.out).name)}")
+        print(f"{config.out}: {meta['train_tokens']:,} train and {meta['val_tokens']:,} val tokens "
+              f"({meta['tokenizer']}, {meta['vocab_size']:,} ids)\nnext: python train.py --data {config.out} --out "
+              f"{Path('out', Path(config.out).name)}")
 
 
 if __name__ == "__main__":

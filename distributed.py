@@ -286,8 +286,7 @@ def shard(raw, world, param_dtype=torch.float32, activation_checkpoint="none", c
 PLAN = {
     "embed": "table", "position": "table", "norm": "norm", "head": "column",
     "attn_norm": "norm", "q": "column", "k": "column", "v": "column", "q_norm": "heads", "k_norm": "heads", "o": "row",
-    "mlp_norm": "norm", "gate": "column", "up": "column", "down": "row",
-}
+    "mlp_norm": "norm", "gate": "column", "up": "column", "down": "row"}
 
 
 def tensor_parallel(raw, world):
@@ -351,14 +350,13 @@ def fully_shard_blocks(raw, world, param_dtype, reshard_after_forward, offload):
         offload_policy=CPUOffloadPolicy(pin_memory=world.device.type == "cuda") if offload else OffloadPolicy(),
         # Inputs keep their dtype: the rotary tables are fp32, and bf16 has 8 bits for an angle.
         mp_policy=MixedPrecisionPolicy(param_dtype=param_dtype, reduce_dtype=torch.float32, cast_forward_inputs=False))
-    blocks = list(raw.blocks)
-    for block in blocks:
+    for block in raw.blocks:
         # The last block is the first that backward needs: freed, it would be gathered again at once.
-        fully_shard(block, **options, reshard_after_forward=reshard_after_forward and block is not blocks[-1])
+        fully_shard(block, **options, reshard_after_forward=reshard_after_forward and block is not raw.blocks[-1])
     fully_shard(raw, **options, reshard_after_forward=False)
     # Gather the next block while this one computes: in forward FSDP2 does so by itself only when the CPU runs ahead of
     # the GPU; in backward it always gathers the block that came before.
-    for block, following in zip([raw] + blocks, blocks):
+    for block, following in zip([raw, *raw.blocks], raw.blocks):
         block.set_modules_to_forward_prefetch([following])
 
 
@@ -424,9 +422,8 @@ def share(tensor, like):
 
 # GPU -> memory (GB), dense bf16 TFLOP/s, and GB/s that one GPU sends to its neighbours in the machine and to other
 # machines. Vendors' figures: NVLink in one direction; a network port of 200 (A100) or 400 Gbit/s for each GPU.
-GPUS = {
-    "A100": (80, 312, 300, 25), "H100": (80, 989, 450, 50), "H200": (141, 989, 450, 50), "B200": (180, 2250, 900, 50),
-}
+GPUS = {"A100": (80, 312, 300, 25), "H100": (80, 989, 450, 50), "H200": (141, 989, 450, 50),
+        "B200": (180, 2250, 900, 50)}
 EFFICIENCY = 0.5  # assumed share of that peak which the kernels of a block reach when they wait for nothing
 STATES = {"AdamW": 2, "Muon": 1, "SGD": 1}  # fp32 tensors that an optimizer keeps for a parameter: moments, momentum
 
@@ -539,7 +536,7 @@ def main():
     class PlanConfig(train.TrainConfig):
         """Predict memory, traffic and speed of a launch, without a GPU: train.py's flags, and which GPUs."""
         batch_size: Annotated[int | None, "sequences per optimizer step; default: no accumulation"] = None
-        gpus: Annotated[int, "GPUs in all"] = 8
+        gpus: Annotated[int, "GPUs in all", "the machines"] = 8
         gpu: Annotated[Literal[tuple(GPUS)], "which"] = "H100"
 
     def predict(**change):
@@ -552,28 +549,29 @@ def main():
         ranks = max(1, now.gpus // now.tp)  # that have data of their own
         now.batch_size = now.batch_size or ranks * (now.micro_batch or 1)
         micro_batch = train.pick_micro_batch(now, ranks)
-        batches.append(f"--batch_size {now.batch_size} --micro_batch {micro_batch}")
         build_optimizers = partial(train.build_optimizer, config=now, peak=1.0, dtype=torch.bfloat16)
-        return plan(partial(GPT, fields), build_optimizers, now.gpus, now.fsdp, now.replicas, now.tp, micro_batch,
-                    fields.seq_len, now.reshard, now.activation_checkpoint, now.batch_size // ranks // micro_batch,
-                    now.gpu, CHUNK_BYTES, n_head=fields.n_head, n_kv_head=fields.n_kv_head)
-    config, batches = train.parse_args(PlanConfig, "distributed.py"), []
-    try:
-        found = predict()
-        change = None if found["fits"] else smallest_change(predict, config.gpus)
-    except (ValueError, OSError, ImportError) as error:
-        refuse(f"distributed.py: {error}", 2)
-    print(f"{config.gpus} x {config.gpu}, {batches[0]}" + ("" if config.batch_size else ", to be told to train.py"))
-    print("gathered: 16-bit weights; block, root: gradients and what is "
-          "recomputed where backward is; the peak is less than the sum, for not all are there at once")
-    for unit, purposes in ("GB per GPU", found["memory"]), ("GB sent per GPU and step", found["sent"]):
-        for purpose, n in purposes.items():
-            print(f"{purpose:12s} {n / 1e9:9.3f} {unit}")
-    print(f"{'step':12s} {found['seconds']:9.3f} s: {found['tokens_per_s']:,.0f} tokens/s, MFU {found['mfu']:.0%}, "
-          f"if kernels reach {EFFICIENCY:.0%} of the peak")
-    words = [f"--{name}" if value is True else f"--{name} {value}" for name, value in (change or {}).items()]
-    verdict = "fits" if found["fits"] else f"does not fit; the smallest change that does: {' '.join(words) or 'none'}"
-    print(f"{verdict} (one {config.gpu} has {GPUS[config.gpu][0]} GB, of which 8 % are left to the allocator and NCCL)")
+        found = plan(partial(GPT, fields), build_optimizers, now.gpus, now.fsdp, now.replicas, now.tp, micro_batch,
+                     fields.seq_len, now.reshard, now.activation_checkpoint, now.batch_size // ranks // micro_batch,
+                     now.gpu, CHUNK_BYTES, n_head=fields.n_head, n_kv_head=fields.n_kv_head)
+        return dict(found, batch=f"--batch_size {now.batch_size} --micro_batch {micro_batch}")
+    with train.command(PlanConfig, "distributed.py") as config:
+        try:
+            found = predict()
+            change = None if found["fits"] else smallest_change(predict, config.gpus)
+        except ValueError as error:  # flags that do not go together
+            refuse(f"distributed.py: {error}", 2)
+        told = "" if config.batch_size else ", to be told to train.py"
+        print(f"{config.gpus} x {config.gpu}, {found['batch']}{told}")
+        print("gathered: 16-bit weights; block, root: gradients and what is recomputed where backward is; "
+              "the peak is less than the sum, for not all are there at once")
+        for unit, purposes in ("GB per GPU", found["memory"]), ("GB sent per GPU and step", found["sent"]):
+            for purpose, n in purposes.items():
+                print(f"{purpose:12s} {n / 1e9:9.3f} {unit}")
+        print(f"{'step':12s} {found['seconds']:9.3f} s: {found['tokens_per_s']:,.0f} tokens/s, MFU {found['mfu']:.0%}, "
+              f"if kernels reach {EFFICIENCY:.0%} of the peak")
+        words = [f"--{name}" if value is True else f"--{name} {value}" for name, value in (change or {}).items()]
+        print("fits" if found["fits"] else f"does not fit; the smallest change that does: {' '.join(words) or 'none'}",
+              f"(one {config.gpu} has {GPUS[config.gpu][0]} GB, of which 8 % are left to the allocator and NCCL)")
 
 
 if __name__ == "__main__":

@@ -44,6 +44,8 @@ class ModelConfig:
     norm_eps: float = 1e-6
     rope_theta: float = 10000.0
     rope_scaling: dict | None = None  # Llama 3's, see `rope_frequencies`
+    # Of embeddings and what blocks add. Dropping attention weights, too, takes T random numbers a token and head, which
+    # halve a step's speed on a CPU, and not every kernel has it.
     dropout: float = 0.0
     window: int = 0  # a token sees so many of the newest tokens, itself among them; 0: all
     doc_start: int = -1  # the id that begins a document, to which attention keeps; -1: attention crosses documents
@@ -94,8 +96,7 @@ PRESETS = {
                          **LLAMA),
     "llama-3.1-8b": dict(n_layer=32, n_embd=4096, n_hidden=14336, rope_scaling=dict(STRETCH, factor=8.0), **LLAMA),
     "qwen3-0.6b": dict(vocab_size=151936, seq_len=40960, n_layer=28, n_head=16, n_kv_head=8, n_embd=1024, head_dim=128,
-                       n_hidden=3072, tied=True, qk_norm=True, rope_theta=1e6),
-}
+                       n_hidden=3072, tied=True, qk_norm=True, rope_theta=1e6)}
 
 
 def rope_frequencies(config, device="cpu"):
@@ -130,17 +131,39 @@ def make_norm(config):
     return nn.RMSNorm(width, eps=eps) if config.norm == "rmsnorm" else nn.LayerNorm(width, eps=eps, bias=config.bias)
 
 
+def linear(x, weight, bias=None):
+    """F.linear: x (..., in), weight (out, in), bias (out,) -> (..., out).
+
+    Generation in fp32 on a CPU has few rows. MKL takes weight x^T with two to four columns nearly as fast as weights
+    come from memory, at 14 to 38 GB/s on two cores; in F.linear's form it reads 4 to 19.
+    """
+    if (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or x.numel() > 4 * x.size(-1)
+            or (x.device.type, x.dtype) != ("cpu", torch.float32)):
+        return F.linear(x, weight, bias)
+    rows = x.flatten(0, -2)
+    columns = torch.cat([rows, rows]).T if len(rows) == 1 else rows.T  # (in, at least 2)
+    out = (weight @ columns).T[:len(rows)].unflatten(0, x.shape[:-1])
+    return out if bias is None else out + bias
+
+
+class Linear(nn.Linear):
+    """nn.Linear by `linear`."""
+
+    def forward(self, x):
+        return linear(x, self.weight, self.bias)
+
+
 class Attention(nn.Module):
     """Multi-head attention; with n_kv_head < n_head several query heads share a key/value head (GQA)."""
 
     def __init__(self, config, layer, backend):
         super().__init__()
-        self.layer, self.backend, self.config, self.dropout = layer, backend, config, config.dropout
+        self.layer, self.backend, self.config = layer, backend, config
         C, D = config.n_embd, config.head_dim
         # Three products, not one: tensor parallelism gives each process whole heads of each, and k, v may have fewer.
-        self.q = nn.Linear(C, config.n_head * D, bias=config.bias)
-        self.k, self.v = (nn.Linear(C, config.n_kv_head * D, bias=config.bias) for _ in range(2))
-        self.o = nn.Linear(config.n_head * D, C, bias=config.bias)
+        self.q = Linear(C, config.n_head * D, bias=config.bias)
+        self.k, self.v = (Linear(C, config.n_kv_head * D, bias=config.bias) for _ in range(2))
+        self.o = Linear(config.n_head * D, C, bias=config.bias)
         self.q_norm, self.k_norm = (nn.RMSNorm(D, eps=config.norm_eps) if config.qk_norm else None for _ in range(2))
 
     def forward(self, x, rope=None, mask=None, cache=None):
@@ -155,7 +178,7 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.extend(f"k{self.layer}", k), cache.extend(f"v{self.layer}", v)  # (B, K, S, D)
         # With a cache SDPA or the reference computes it, whatever trained: a fork of the formula changes "auto", too.
-        y = attend(q, k, v, mask, "auto" if cache else self.backend, self.dropout * self.training, self.config.softcap)
+        y = attend(q, k, v, mask, "auto" if cache else self.backend, self.config.softcap)
         return self.o(y.transpose(1, 2).flatten(2))  # (B, T, C)
 
 
@@ -165,9 +188,9 @@ class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.approximate = "none" if config.mlp == "gelu_exact" else "tanh"
-        self.gate = nn.Linear(config.n_embd, config.n_hidden, bias=config.bias) if config.mlp == "swiglu" else None
-        self.up = nn.Linear(config.n_embd, config.n_hidden, bias=config.bias)
-        self.down = nn.Linear(config.n_hidden, config.n_embd, bias=config.bias)
+        self.gate = Linear(config.n_embd, config.n_hidden, bias=config.bias) if config.mlp == "swiglu" else None
+        self.up = Linear(config.n_embd, config.n_hidden, bias=config.bias)
+        self.down = Linear(config.n_hidden, config.n_embd, bias=config.bias)
 
     def forward(self, x):
         """x (B, T, C) -> (B, T, C)."""
@@ -251,7 +274,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config, layer, backend) for layer in range(config.n_layer))
         self.norm = make_norm(config)
         # Tied means there is no second parameter at all: nothing that wrapping, moving or loading could untie.
-        self.head = None if config.tied else nn.Linear(config.n_embd, config.vocab_size, bias=False)
+        self.head = None if config.tied else Linear(config.n_embd, config.vocab_size, bias=False)
         # No buffers: `to_empty` on a model built on the meta device would leave garbage in them.
 
     def initial(self, name, seed):
@@ -289,15 +312,12 @@ class GPT(nn.Module):
         past = cache or KVCache(0)
         index = torch.arange(past.length, past.length + tokens.size(1), device=tokens.device)[None]  # (1, T)
         origin = document_starts(tokens, index, self.config.doc_start, past)  # (B, T)
-        mask = model_mask(tokens, origin, self.config, self.backend if cache is None else "auto", cache, rule,
-                          self.heads)
+        mask = model_mask(tokens, origin, self.config, "auto" if cache else self.backend, cache, rule, self.heads)
         # The filler's would be negative: nobody sees it, but a table of positions must have its row.
         positions = (index - (origin if self.config.restart_positions else past.padding)).clamp(min=0)  # (1 or B, T)
         rope = self.rope(positions[:, None]) if self.position is None else None  # a pair of (1 or B, 1, T, D)
         x = self.embed(tokens)  # (B, T, C)
-        if self.position is not None:
-            x = x + self.position(positions)
-        x = self.dropout(x)
+        x = self.dropout(x if self.position is None else x + self.position(positions))
         for block in self.blocks:
             x = block(x, rope, mask, cache)
         return self.norm(x)
@@ -312,7 +332,7 @@ class GPT(nn.Module):
         x = self.hidden(tokens, cache, rule)  # (B, T, C)
         weight = self.embed.weight if self.head is None else self.head.weight  # (V, C)
         if targets is None:
-            return soft_cap(F.linear(x[:, -1:] if last else x, weight), self.config.head_softcap)
+            return soft_cap(linear(x[:, -1:] if last else x, weight), self.config.head_softcap)
         x, targets = x.flatten(0, 1), targets.flatten()  # (N, C), (N,)
         softcap, chunks = self.config.head_softcap, math.ceil(4 * len(x) * weight.size(0) / CHUNK_BYTES)
         if chunks > 1 and torch.is_grad_enabled():  # torch.compile stops here: it cannot trace autograd's own functions
@@ -389,7 +409,7 @@ def pick(logits, temperature, top_k, top_p, generator):
 @dataclass
 class SampleConfig:
     """Sample from the newest checkpoint of a run."""
-    run: Annotated[str, "a run (--out of train.py), a Hugging Face folder, or nanoGPT's ckpt.pt"]
+    run: Annotated[str, "a run (--out of train.py), its step_* folder, a Hugging Face folder, or nanoGPT's ckpt.pt"]
     prompt: Annotated[list[str], "text to continue; none: the beginning of a document"] = field(default_factory=list)
     tokens: Annotated[int, "how many new tokens; 0: 200, or what learned positions leave"] = 0
     temperature: Annotated[float, "0 takes the likeliest token, 1 samples the model's own distribution"] = 0.8

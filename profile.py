@@ -258,9 +258,7 @@ def summarize(events):
         + ", ".join(f"{name} {time:.1%}" for name, time in shares.items()) + f", other {1 - sum(shares.values()):.1%}",
         f"{'GPU' if device else 'CPU'} idle {idle:.1%}, waiting for data {shares['data']:.1%}, communication hidden "
         f"{covered(talk) / duration - exposed:.1%}, not hidden {exposed:.1%}",
-        *(f"{time / duration:6.1%}  {name[:100]}" for name, time in spent.most_common(10)),
-        f"diagnosis: {diagnosis}",
-    ]
+        *(f"{time / duration:6.1%}  {name[:100]}" for name, time in spent.most_common(10)), f"diagnosis: {diagnosis}"]
 
 
 def memory(device):

@@ -44,8 +44,8 @@ from model import GPT, PRESETS, ModelConfig
 @dataclasses.dataclass
 class TrainConfig:
     """Train a GPT."""
-    # What is read and written, and the network.
-    data: Annotated[str, "folder of token shards from data.py; one named stdlib prepares itself"] = "data/stdlib"
+    data: Annotated[str, "folder of token shards from data.py; one named stdlib prepares itself",
+                    "what is read and written, and the network"] = "data/stdlib"  # a third text begins a part of --help
     out: Annotated[str, "folder of the run: config, metrics, checkpoints"] = "out"
     model: Annotated[Literal[tuple(PRESETS)], "preset, by default nano; the next flags change single fields"] = None
     n_layer: Annotated[int | None, "blocks"] = None
@@ -54,9 +54,9 @@ class TrainConfig:
     n_embd: Annotated[int | None, "width"] = None
     init_from: Annotated[str | None, "start from a Hugging Face folder or nanoGPT's ckpt.pt, not from --model"] = None
     seq_len: Annotated[int | None, "tokens a training sequence has; default: the preset's, at most 4096"] = None
-    dropout: Annotated[float | None, "probability of dropping an activation or attention weight"] = None
-    # The optimizer's steps. With data, network and masks they decide the run's numbers; micro_batch how they are made.
-    steps: Annotated[int, "optimizer steps of the whole run"] = 200
+    dropout: Annotated[float | None, "probability of dropping an activation (attention weights stay)"] = None
+    # With data, network and masks these decide the run's numbers; micro_batch how they are made.
+    steps: Annotated[int, "optimizer steps of the whole run", "the optimizer's steps"] = 200
     batch_size: Annotated[int, "sequences per optimizer step, over all processes"] = 16
     micro_batch: Annotated[int | None, "sequences per device and forward; default: its share, up to 32"] = None
     optimizer: Annotated[Literal["muon", "adamw", "sgd"], "muon: for the hidden matrices, AdamW for the rest"] = "muon"
@@ -67,8 +67,9 @@ class TrainConfig:
     grad_clip: Annotated[float, "largest global gradient norm; 0: no clipping"] = 1.0
     max_skips: Annotated[int, "updates in a row that may be skipped because a number is not finite"] = 10
     seed: Annotated[int, "of the initial weights, the order of the data, dropout"] = 1337
-    # The machine and the layout: they change the speed, and the numbers by rounding (and dropout's draws) alone.
-    device: Annotated[Literal["auto", "cpu", "cuda", "mps"], "auto: the fastest there is"] = "auto"
+    # They change the speed, and the numbers by rounding (and dropout's draws) alone.
+    device: Annotated[Literal["auto", "cpu", "cuda", "mps"], "auto: the fastest there is",
+                      "the machine and the layout"] = "auto"
     dtype: Annotated[Literal["auto", "bf16", "fp16", "fp32"], "of matrix products; auto: bf16 if it is fast"] = "auto"
     compile: Annotated[Literal["auto", "on", "off"], "torch.compile; auto: on a GPU"] = "auto"
     fsdp: Annotated[bool, "shard parameters, gradients, moments (FSDP2), rather than replicate (DDP)"] = False
@@ -79,16 +80,15 @@ class TrainConfig:
     timeout: Annotated[int | None, "seconds that processes wait for one another before the job fails (600)"] = None
     activation_checkpoint: Annotated[Literal["none", "block", "selective"],
                                      "recompute in backward; selective keeps matmul and attention outputs"] = "none"
-    # Attention: the kernel, and what it may see.
-    attention: Annotated[Literal["auto", "sdpa", "flex", "reference"], "reference: the textbook formula"] = "auto"
+    attention: Annotated[Literal["auto", "sdpa", "flex", "reference"], "reference: the textbook formula",
+                         "attention: the kernel, and what it may see"] = "auto"
     sdpa: Annotated[Literal["auto", "flash", "cudnn", "efficient", "math"], "auto: the faster"] = "auto"
     window: Annotated[int | None, "attention sees so many of the newest tokens; default: all"] = None
     doc_mask: Annotated[bool, "attention keeps to its document, which an end-of-text token begins"] = False
     restart_positions: Annotated[bool, "with --doc_mask: each document's positions count from 0"] = False
     softcap: Annotated[float | None, "limit of the attention scores, by tanh; Gemma 2 has 50"] = None
     head_softcap: Annotated[float | None, "limit of the logits, by tanh; Gemma 2 has 30"] = None
-    # What is kept, shown and measured.
-    save_every: Annotated[int, "steps between checkpoints; 0: only at the end"] = 100
+    save_every: Annotated[int, "steps between checkpoints; 0: only at the end", "what is kept, shown, measured"] = 100
     keep: Annotated[int, "newest checkpoints to keep"] = 2
     keep_every: Annotated[int, "also keep each checkpoint whose step this divides; 0: none"] = 0
     async_save: Annotated[bool, "write checkpoints while training goes on"] = False
@@ -139,16 +139,18 @@ DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 def parse_args(kind, prog, argv=None):
     """Command line -> instance of dataclass `kind`, the single source of flags, types, defaults and help.
 
-    A field without default is a positional argument, a list takes the remaining ones, a bool makes --x and --no_x.
-    Hyphens and underscores are alike. Anything wrong, and any ValueError of the dataclass, is one line and exit code 2.
+    A field is Annotated[type, help] or, where a part of the help begins, Annotated[type, help, the part's title]. One
+    without default is a positional argument, a list takes the remaining ones, a bool makes --x and --no_x. Hyphens and
+    underscores are alike. Anything wrong, and any ValueError of the dataclass, is one line and exit code 2.
     """
     # No abbreviations: a flag added later would change what they mean.
-    parser = argparse.ArgumentParser(prog, description=kind.__doc__, allow_abbrev=False)
+    place = parser = argparse.ArgumentParser(prog, description=kind.__doc__, allow_abbrev=False)
     # Of missing arguments the first one: argparse names lists, too, which may be empty.
     parser.error = lambda text: distributed.refuse(
         f"{prog}: {text.split(', ')[0] if 'required:' in text else text} (see {prog} --help)", 2)
     for field in dataclasses.fields(kind):
-        hint, text = get_args(get_type_hints(kind, include_extras=True)[field.name])
+        hint, text, *title = get_args(get_type_hints(kind, include_extras=True)[field.name])
+        place = parser.add_argument_group(*title) if title else place
         positional = field.default is dataclasses.MISSING
         options = {} if positional else dict(default=field.default)
         options["help"] = text if options.get("default") is None else text + " (%(default)s)"
@@ -159,7 +161,7 @@ def parse_args(kind, prog, argv=None):
         else:
             options["type"] = get_args(hint)[0] if get_args(hint) else hint
             options["nargs"] = "*" if get_origin(hint) is list else None
-        parser.add_argument(field.name if positional else "--" + field.name, **options)
+        place.add_argument(field.name if positional else "--" + field.name, **options)
     argv = [re.sub("(?<=^--)[^=]+", lambda name: re.sub("^no_", "no-", name[0].replace("-", "_")), word)
             for word in (sys.argv[1:] if argv is None else argv)]
     values, unknown = parser.parse_known_intermixed_args(argv)  # sources or a prompt may stand behind flags
@@ -181,9 +183,13 @@ def command(kind, prog, *mistakes, argv=None):
     """
     try:
         yield parse_args(kind, prog, argv)
+        sys.stdout.flush()
+    except BrokenPipeError:  # nobody reads on, as after `| head`; an ordinary exit would try to print the rest
+        os._exit(1)
     except (ValueError, OSError, ImportError, *mistakes) as error:
         hint = f" (pip install {error.name})" if getattr(error, "name", None) else ""
-        sys.exit(f"{prog}: {error}{hint}")
+        named = f"{error.filename}: {error.strerror}" if getattr(error, "filename", None) else error
+        sys.exit(f"{prog}: {named}{hint}")
     except KeyboardInterrupt:
         sys.exit(f"{prog}: interrupted")
 
@@ -396,7 +402,8 @@ def setup(config, world, micro_batch):
         say(f"note      {config.init_from} has {fields.vocab_size} ids, the tokenizer of --data "
             f"{run.dataset.meta['vocab_size']}: is it the same one?")
     run.note = dict(config=dataclasses.asdict(config), model=dataclasses.asdict(fields),
-                    tokenizer=run.dataset.meta["tokenizer"], data=os.path.abspath(config.data))
+                    tokenizer=run.dataset.meta["tokenizer"], train_tokens=run.dataset.tokens,
+                    data=os.path.abspath(config.data))
     run.claim = claim(config.out) if world.writer and os.path.isdir(config.out) else None
     resumed = open_run(run)
 
@@ -491,8 +498,8 @@ def claim(out):
 def open_run(run):
     """Make the run's Checkpointer -> the step to resume from, None for a fresh start.
 
-    Raises ValueError when the checkpoint is of another model (with its masks and dropout), tokenizer or optimizer.
-    Other flags may change; that is said aloud.
+    Raises ValueError when the checkpoint is of another model (with its masks and dropout), tokenizer, optimizer or
+    amount of text. Other flags may change, and the text may have moved; that is said aloud.
     """
     config = run.config
     run.checkpointer = checkpoint.Checkpointer(config.out, config.keep, config.async_save, config.keep_every)
@@ -502,12 +509,13 @@ def open_run(run):
     if step is not None:
         try:
             then, now = ({**note["config"], **dataclasses.asdict(ModelConfig(**note["model"])),
-                         "tokenizer": note["tokenizer"]} for note in (run.checkpointer.read_extra(step), run.note))
+                         "tokenizer": note["tokenizer"], "train_tokens": note.get("train_tokens")}
+                         for note in (run.checkpointer.read_extra(step), run.note))
         except (KeyError, TypeError) as error:
             raise ValueError(f"{config.out} was saved by another version of this program: {error}") from None
         changed = [name for name in now if then.get(name) != now[name] and name not in ("resume", "out")]
         for name in changed:
-            if name in run.note["model"] or name in ("tokenizer", "optimizer"):
+            if name in run.note["model"] or name in ("tokenizer", "train_tokens", "optimizer"):
                 raise ValueError(f"{config.out} is a run with {name} {then.get(name)}, but the flags say {now[name]}: "
                                  "use the same flags, another --out, or --resume never")
         if changed:
@@ -707,7 +715,9 @@ def loop(run):
             say(f"step {step}: update skipped, it has no target, or its loss or gradient is not finite "
                 f"({run.skipped} in a row)")
         if run.skipped > config.max_skips:
-            break
+            guard(run, run.checkpointer.finish)
+            say("train.py: more than --max_skips: lower --lr, or go on from the last checkpoint with another --seed")
+            return 1
         if due(config.eval_every):
             evaluate(run, step)
         if stopping or due(config.save_every):
@@ -717,9 +727,6 @@ def loop(run):
         if not pending:
             run.meter.start()  # evaluating, saving and writing a trace are no optimizer work
     guard(run, run.checkpointer.finish)
-    if run.skipped > config.max_skips:
-        say("train.py: more than --max_skips: lower --lr, or go on from the last checkpoint with another --seed")
-        return 1
     if stopping and step < config.steps:
         again = "the same command" if config.resume == "auto" else "--resume auto"
         place = "the newest checkpoint, for not all was saved, see above" if run.unsaved else "there"
