@@ -142,7 +142,7 @@ def linear(x, weight, bias=None):
         return F.linear(x, weight, bias)
     rows = x.flatten(0, -2)
     columns = torch.cat([rows, rows]).T if len(rows) == 1 else rows.T  # (in, at least 2)
-    out = (weight @ columns).T[:len(rows)].unflatten(0, x.shape[:-1])
+    out = (weight @ columns).T[:len(rows)].contiguous().unflatten(0, x.shape[:-1])
     return out if bias is None else out + bias
 
 

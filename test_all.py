@@ -210,8 +210,9 @@ def test_few_rows_take_another_way_to_the_same_product():
     with torch.no_grad():
         for rows, bias in itertools.product(range(1, 10), (None, torch.randn(40))):
             x, weight = torch.randn(rows, 1, 24), torch.randn(40, 24)
-            torch.testing.assert_close(model_file.linear(x, weight, bias),
-                                       torch.nn.functional.linear(x, weight, bias))
+            out = model_file.linear(x, weight, bias)
+            torch.testing.assert_close(out, torch.nn.functional.linear(x, weight, bias))
+            assert out.is_contiguous()  # or flash refuses it
 
 
 def test_cached_logits_equal_uncached():
@@ -3001,7 +3002,7 @@ def test_slow_what_ends_one_machine_ends_all():
         data.prepare([model_file.__file__], d / "a" / "data")
         script = "import os, sys, train; os.environ['RANK'] == '{}' and setattr(train, 'evaluate', {}); train.main()"
         reasons = {r"data has no \*train\*.bin": "", "'int' object is not callable": script.format(1, 3),
-                   "1 on .* ends because process 0 on": script.format(0, "lambda *args: sys.exit()")}
+                   "ends because process 0|closed by peer|reset by peer": script.format(0, "lambda *args: sys.exit()")}
         for number, (reason, code) in enumerate(reasons.items()):
             program = ["--no_python", sys.executable, "-c", code] if code else [train_file.__file__]
             options = ["--nnodes=2", "--nproc_per_node=1", "--rdzv_backend=c10d", "--rdzv_id=job",
