@@ -157,9 +157,8 @@ def attend(q, k, v, mask=None, backend="auto", softcap=0.0):
     if backend == "reference":
         return reference(q, k, v, mask, softcap)
     if backend == "flex":
-        def modify(score, b, h, q_idx, kv_idx):
-            return soft_cap(score, softcap)
-        return fused(flex_attention, q.device)(q, k, v, modify, mask, enable_gqa=shared)
+        return fused(flex_attention, q.device)(
+            q, k, v, lambda score, b, h, q_idx, kv_idx: soft_cap(score, softcap), mask, enable_gqa=shared)
     if softcap:
         raise ValueError("SDPA has no soft-capping")
     triangle = True if mask is None and queries > 1 else False  # a bool, where torch.compile has a symbol for queries
@@ -187,7 +186,7 @@ def attempt(run):
     return math.inf, reason.splitlines()[0].split(" (Triggered")[0].split(". ")[0].rstrip(".")
 
 
-def pick_backend(attention, sdpa, config, device, dtype):
+def pick_backend(attention, sdpa, config, device, dtype, micro_batch=1):
     """(backend for `attend`, a note that says which and why not another), by trying what --attention and --sdpa allow.
 
     `config` has a model's sizes and masks. "auto" is the first that runs of: Flex, on CUDA if there is more than causal
@@ -201,9 +200,10 @@ def pick_backend(attention, sdpa, config, device, dtype):
     # and 46 at 256, the reference 8 and 34. With longer sequences its scores take too much memory.
     first += ["reference"] if device.type == "cpu" and dtype == torch.bfloat16 and config.seq_len <= 256 else []
     names = {"auto": [*first, *KERNELS, "reference"], "sdpa": [*KERNELS]}.get(attention, [attention])
-    tokens = torch.zeros(1, config.seq_len if cuda else 8, dtype=torch.int64, device=device)
+    B, T = (micro_batch, config.seq_len) if cuda else (1, 8)
+    tokens = torch.zeros(B, T, dtype=torch.int64, device=device)
     start = tokens if config.doc_start >= 0 else None  # one document, which begins at 0
-    q, k, v = (torch.zeros(1, heads, tokens.size(1), config.head_dim, device=device, dtype=dtype, requires_grad=True)
+    q, k, v = (torch.zeros(B, heads, T, config.head_dim, device=device, dtype=dtype, requires_grad=True)
                for heads in (config.n_head, config.n_kv_head, config.n_kv_head))
     for name in names if sdpa == "auto" else {sdpa}.intersection(names):
         found[name] = attempt(lambda: gradients(q, k, v, model_mask(tokens, start, config, name), name, config.softcap))

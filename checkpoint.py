@@ -87,8 +87,7 @@ INDEX_CLASSES = {  # all that an index of tensors is made of; entries that are n
                                               "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING"},
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.serialization": {"_get_layout"},
-    "torch": {"Size", "float32", "float16", "bfloat16", "int64"},
-}
+    "torch": {"Size", "float32", "float16", "bfloat16", "int64"}}
 
 
 def member(kind, name):
@@ -463,8 +462,8 @@ def hf_config(fields):
     # document); RoPE in GPT-2.
     free = {"dropout", "doc_start", "restart_positions", "rope_theta", "rope_scaling", *family["fields"].values()}
     has = {"n_kv_head": fields["n_head"], "head_dim": fields["n_embd"] / fields["n_head"], **family["fixed"]}
-    plain = fields | {"mlp": fields["mlp"].removesuffix("_exact")}  # GPT-2's class has both forms of the GELU
-    for name, value in plain.items():
+    # GPT-2's class has both forms of the GELU.
+    for name, value in (fields | {"mlp": fields["mlp"].removesuffix("_exact")}).items():
         if name not in free and (value or 0) != has.get(name, 0):
             raise ValueError(f"{name} is {value!r}, and {family['class']} has {has.get(name, 'none')!r}: "
                              "transformers has no class for this model")
@@ -494,15 +493,13 @@ def model_fields(config):
 
     Such a field may change what the weights mean without changing their shapes: never loaded as if it were not there.
     """
-    family = FAMILIES.get(config.get("model_type"))
-    if family is None:
+    if (family := FAMILIES.get(config.get("model_type"))) is None:
         raise ValueError(f"model_type is {config.get('model_type')!r}; known are {', '.join(FAMILIES)}")
     if family is not GPT2:
         config = config | rope_fields(config)
     for name, value in config.items():
-        known = name in family["fields"] or re.fullmatch(HARMLESS, name)
         expected = EXPECTED.get(name, "None|False")
-        if not known and not re.fullmatch(expected, str(value)):
+        if not (name in family["fields"] or re.fullmatch(HARMLESS, name) or re.fullmatch(expected, str(value))):
             raise ValueError(f"{name} is {value!r}, expected {expected}: a GPT of model.py has nothing else")
     found = {ours: config[theirs] for theirs, ours in family["fields"].items() if config.get(theirs) is not None}
     if config.get("activation_function") == "gelu":
@@ -611,9 +608,8 @@ def open_model(path, build):
     build(fields) makes the model. `extra` is as train.py saves it: "model", its fields, and "tokenizer" and "data", for
     data.load_tokenizer; the tokenizer of a folder has the folder's path for a name.
     """
-    run, step = Path(path).resolve(), None
-    if re.search(r"checkpoints.step_\d+$", str(run)):
-        run, step = run.parents[1], int(run.name[5:])
+    found = re.fullmatch(r"(.*).checkpoints.step_(\d+)", str(Path(path).resolve()))
+    run, step = (found[1], int(found[2])) if found else (path, None)
     checkpointer = Checkpointer(run)
     extra, initial = checkpointer.read_extra(step), None
     if extra is None:

@@ -20,7 +20,6 @@ import math
 import os
 import re
 import sys
-import sysconfig
 import tempfile
 import zlib
 from concurrent.futures import ThreadPoolExecutor
@@ -160,7 +159,7 @@ def find_files(sources):
     """
     if not sources:
         skip = {"test", "tests", "idlelib", "site-packages", "__pycache__"}
-        return [path for path in walk(sysconfig.get_path("stdlib"), skip) if path.suffix == ".py"]
+        return [path for path in walk(os.path.dirname(os.__file__), skip) if path.suffix == ".py"]
     files = []
     for source in sources:
         inside = walk(source) if os.path.isdir(source) else [source]
@@ -411,8 +410,7 @@ def read_meta(folder):
     try:
         meta = dict(json.loads(path.read_text(encoding="utf-8"))) if path.exists() else {}
         for key, kind in META.items():
-            value = meta.get(key)
-            require(value is None or type(value) is kind, f"{key} is {value!r}, expected {kind.__name__}")
+            require(type(meta.get(key)) in (kind, type(None)), f"{key} is {meta.get(key)!r}, expected {kind.__name__}")
         return meta
     except (ValueError, TypeError) as error:
         raise ValueError(f"{path} is not the JSON that describes data: {error}") from None
@@ -552,6 +550,12 @@ def map_shard(path, dtype, offset, tokens):
     return np.memmap(path, dtype, "r", offset, (tokens,)).view(np.ndarray)
 
 
+def leave_group(worker):
+    """In a process that reads: a signal to the whole group stops the run, whose last step still needs its batch."""
+    if hasattr(os, "setpgid"):  # Windows has none
+        os.setpgid(0, 0)
+
+
 def batches(dataset, step, batch_size, micro_batch, rank=0, world=1, device="cpu", workers=None):
     """Endless iterator of (x, y), int64 (micro_batch, T) on `device`, from the first micro-batch of `step` on.
 
@@ -563,9 +567,10 @@ def batches(dataset, step, batch_size, micro_batch, rank=0, world=1, device="cpu
     share = batch_size // world  # consecutive, so that the ranks' shares one after another are the global batch
     shares = itertools.count(step * batch_size + rank * share, batch_size)
     indices = (range(i, i + micro_batch) for first in shares for i in range(first, first + share, micro_batch))
-    loader = torch.utils.data.DataLoader(dataset, batch_sampler=indices, collate_fn=tuple,  # (x, y) as it is
-                                         num_workers=2 * cuda if workers is None else workers, pin_memory=cuda,
-                                         generator=torch.Generator())  # else it draws from the global random numbers
+    loader = torch.utils.data.DataLoader(
+        dataset, batch_sampler=indices, collate_fn=tuple,  # (x, y) as it is
+        num_workers=2 * cuda if workers is None else workers, pin_memory=cuda, worker_init_fn=leave_group,
+        generator=torch.Generator())  # else it would draw from the global random numbers
     for x, y in loader:
         yield x.to(device, non_blocking=True), y.to(device, non_blocking=True)
 

@@ -159,9 +159,8 @@ def meet(timeout):
         store.set(f"{attempt} {rank}", "here")
     others = range(1, size if rank == 0 else 1)
     while missing := [other for other in others if not store.check([f"{attempt} {other}"])]:
-        for other in missing:
-            if store.check([f"ask {other}"]):
-                store.set("answer " + store.get(f"ask {other}").decode(), attempt)
+        for other in filter(lambda other: store.check([f"ask {other}"]), missing):
+            store.set("answer " + store.get(f"ask {other}").decode(), attempt)
         if time.monotonic() > end:
             raise TimeoutError(f"processes {missing} have not come within {timeout} s")
         time.sleep(0.01)
@@ -300,8 +299,7 @@ def tensor_parallel(raw, world):
         "norm": [parallel.SequenceParallel(), parallel.PrepareModuleOutput(
             output_layouts=Shard(1), desired_output_layouts=Replicate(), use_local_output=False)],
         # (B, T, H/tp, D): as DTensors, or each process would keep the gradient of its own heads.
-        "heads": [parallel.SequenceParallel(sequence_dim=2, use_local_output=True)],
-    }
+        "heads": [parallel.SequenceParallel(sequence_dim=2, use_local_output=True)]}
     mesh = world.mesh["tp"]  # once: each call makes an object, and inductor fails on several in a graph (torch 2.13)
     for name, module in list(raw.named_modules()):
         for style in styles.get(PLAN.get(name.rpartition(".")[2]), []):
@@ -454,13 +452,12 @@ def activation_bytes(block, policy, tp=1, stream=2):
 
 
 def plan(build, optimizers, gpus, fsdp=False, replicas=1, tp=1, micro_batch=1, seq_len=1024, reshard=True,
-         activation_checkpoint="none", accumulation=1, gpu="H100", chunk_bytes=2 ** 26, machine=8, **sizes):
+         activation_checkpoint="none", accumulation=1, gpu="H100", chunks=1, machine=8, **sizes):
     """Predict a launch -> dict: memory and sent (bytes per GPU by purpose), seconds a step, mfu, tokens_per_s, fits.
 
     `build()` makes the model, on the meta device, where it is sharded as the launch would, and `optimizers(model)` the
-    list of its optimizers. Matrix products in bf16; parameters, gradients and moments in fp32; the loss in chunks of
-    `chunk_bytes` of fp32 logits. `machine`: GPUs that share fast links. Raises ValueError where the layout is
-    impossible, see `layout`.
+    list of its optimizers. Matrix products in bf16; parameters, gradients and moments in fp32; the loss in so many
+    `chunks`. `machine`: GPUs that share fast links. Raises ValueError where the layout is impossible, see `layout`.
     """
     shape = layout(fsdp, replicas, tp, gpus, seq_len=seq_len, **sizes)
     with torch.device("meta"):
@@ -490,11 +487,10 @@ def plan(build, optimizers, gpus, fsdp=False, replicas=1, tp=1, micro_batch=1, s
         "gathered": 2 * (root + min(gathered, layers) * max(blocks) if fsdp else total) // tp,
         "activations": int(layers * kept),
         # In fp32 the softmax, its gradient and that of the logits; the head's gradient: in bf16, summed in fp32.
-        "logits": int(3 * min(4 * tokens * vocabulary, chunk_bytes) + 6 * vocabulary * C) // tp,
+        "logits": int(12 * tokens * vocabulary / chunks + 6 * vocabulary * C) // tp,
         # A block at work in backward: what it recomputes; FSDP2's bf16 gradients and their copy to reduce-scatter.
         "block": int(made - kept) + 6 * max(blocks) * fsdp // tp,
-        "root": 6 * root * fsdp // tp,  # the same gradients of embedding and head, when backward is nearly over
-    }
+        "root": 6 * root * fsdp // tp}  # the same gradients of embedding and head, when backward is nearly over
     # Not the sum: while the logits live no block works, and when the root's gradients come the activations are gone.
     early = memory["gathered"] + memory["activations"] + max(memory["logits"], memory["block"])
     early += memory["gradients"] if accumulation > 1 or not fsdp else 0  # DDP's buckets are always there
@@ -505,8 +501,7 @@ def plan(build, optimizers, gpus, fsdp=False, replicas=1, tp=1, micro_batch=1, s
         "shard": (1 - 1 / shards) / tp * (total * ((2 + 2 * reshard) * accumulation + 4) + 4 * sum(map(prod, hidden))),
         "replicate": 2 * 4 * total / tp / shards * (1 - 1 / shape.get("replicate", 1)),
         # A gather and a scatter of (B, T, C) for each half of a block: forward, backward, again where it is recomputed.
-        "tp": 2 * tokens * C * (1 - 1 / tp) * layers * 4 * accumulation * (2 + recomputed),
-    }
+        "tp": 2 * tokens * C * (1 - 1 / tp) * layers * 4 * accumulation * (2 + recomputed)}
     spans = {"tp": tp, "shard": tp * shards, "replicate": gpus}  # GPUs over which neighbours in a dimension are spread
     waits = {name: n / 1e9 / (inside if spans[name] <= machine else outside) for name, n in sent.items()}
     # On each GPU Muon computes, five times, x x^T, its square and their product with x, of all its matrices x.
@@ -530,7 +525,7 @@ def smallest_change(predict, gpus):
 def main():
     """Print the plan of one launch: of train.py's run with these flags, in bf16, and with the ids of the preset."""
     import train
-    from model import CHUNK_BYTES, GPT, PRESETS
+    from model import GPT, PRESETS, loss_chunks
 
     @dataclass
     class PlanConfig(train.TrainConfig):
@@ -549,10 +544,11 @@ def main():
         ranks = max(1, now.gpus // now.tp)  # that have data of their own
         now.batch_size = now.batch_size or ranks * (now.micro_batch or 1)
         micro_batch = train.pick_micro_batch(now, ranks)
+        chunks = loss_chunks(micro_batch * fields.seq_len, fields.vocab_size, "cuda")
         build_optimizers = partial(train.build_optimizer, config=now, peak=1.0, dtype=torch.bfloat16)
         found = plan(partial(GPT, fields), build_optimizers, now.gpus, now.fsdp, now.replicas, now.tp, micro_batch,
                      fields.seq_len, now.reshard, now.activation_checkpoint, now.batch_size // ranks // micro_batch,
-                     now.gpu, CHUNK_BYTES, n_head=fields.n_head, n_kv_head=fields.n_kv_head)
+                     now.gpu, chunks, n_head=fields.n_head, n_kv_head=fields.n_kv_head)
         return dict(found, batch=f"--batch_size {now.batch_size} --micro_batch {micro_batch}")
     with train.command(PlanConfig, "distributed.py") as config:
         try:

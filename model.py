@@ -19,9 +19,6 @@ import torch.nn.functional as F
 
 from attention import KVCache, attend, causal, document_starts, model_mask, soft_cap
 
-# Logits of more bytes than this are made chunk by chunk, see `ChunkedLoss`: 8192 tokens x 50304 ids in fp32 are 1.6 GB,
-# which softmax and its gradient triple.
-CHUNK_BYTES = 2 ** 26
 
 
 @dataclass
@@ -107,8 +104,7 @@ def rope_frequencies(config, device="cpu"):
     """
     exponent = torch.arange(0, config.head_dim, 2, dtype=torch.float32, device=device) / config.head_dim
     frequency = config.rope_theta ** -exponent
-    scaling = config.rope_scaling
-    if scaling is None:
+    if (scaling := config.rope_scaling) is None:
         return frequency
     low, high = scaling["low_freq_factor"], scaling["high_freq_factor"]
     turns = scaling["original_max_position_embeddings"] * frequency / (2 * math.pi)
@@ -223,12 +219,24 @@ def table(rows, width):
 def summed_loss(x, weight, targets, softcap=0.0):
     """Sum of the cross-entropies of logits x weight^T: x (N, C), weight (V, C), targets (N,) -> fp32 scalar."""
     # (N, V): a softmax over 50,000 bf16 logits would lose three of its digits
-    logits = soft_cap(F.linear(x, weight).float(), softcap)
-    return F.cross_entropy(logits, targets, ignore_index=-100, reduction="sum")
+    return F.cross_entropy(soft_cap(F.linear(x, weight).float(), softcap), targets, ignore_index=-100, reduction="sum")
+
+
+def loss_chunks(tokens, vocab_size, device_type):
+    """How many parts to make the logits in, so that one has at most 64 MB, and 512 MB on a GPU: it needs longer ones.
+
+    8192 tokens x 50304 ids in fp32 are 1.6 GB, which softmax and its gradient triple.
+    """
+    return math.ceil(4 * tokens * vocab_size / (2 ** 26 if device_type == "cpu" else 2 ** 29))
+
+
+def chunked_sum(x, weight, targets, softcap, chunks):
+    """`summed_loss` in so many `chunks`, for evaluation."""
+    return sum(summed_loss(a, weight, b, softcap) for a, b in zip(x.chunk(chunks), targets.chunk(chunks)))
 
 
 class ChunkedLoss(torch.autograd.Function):
-    """`summed_loss` in so many `chunks`, and the gradients of each at once: only one chunk's logits ever exist.
+    """`chunked_sum`, and the gradients of each chunk at once: only one chunk's logits ever exist.
 
     A loss is where the backward pass begins: in the forward pass its gradients are known already, but for a factor.
     Nothing is computed twice, which a checkpoint would do: 6 % more time than with the logits in one piece, and a
@@ -253,7 +261,7 @@ class ChunkedLoss(torch.autograd.Function):
     @staticmethod
     def backward(ctx, factor):
         if torch.is_grad_enabled():  # create_graph: these gradients are constants
-            raise RuntimeError("second derivatives need the logits in one piece: raise model.CHUNK_BYTES")
+            raise RuntimeError("second derivatives need the logits in one piece: let model.loss_chunks return 1")
         # In place, for a loss is gone through backward once.
         return *(gradient.mul_(factor) for gradient in ctx.saved_tensors), None, None, None
 
@@ -334,11 +342,12 @@ class GPT(nn.Module):
         if targets is None:
             return soft_cap(linear(x[:, -1:] if last else x, weight), self.config.head_softcap)
         x, targets = x.flatten(0, 1), targets.flatten()  # (N, C), (N,)
-        softcap, chunks = self.config.head_softcap, math.ceil(4 * len(x) * weight.size(0) / CHUNK_BYTES)
-        if chunks > 1 and torch.is_grad_enabled():  # torch.compile stops here: it cannot trace autograd's own functions
-            return torch.compiler.disable(ChunkedLoss.apply)(x, weight, targets, softcap, chunks)
-        return sum(summed_loss(some, weight, wanted, softcap)
-                   for some, wanted in zip(x.chunk(chunks), targets.chunk(chunks)))
+        softcap, chunks = self.config.head_softcap, loss_chunks(len(x), weight.size(0), x.device.type)
+        if chunks == 1:
+            return summed_loss(x, weight, targets, softcap)
+        # torch.compile stops here: it cannot trace autograd's own functions, and would unroll the loop of the other.
+        compute = torch.compiler.disable(ChunkedLoss.apply if torch.is_grad_enabled() else chunked_sum)
+        return compute(x, weight, targets, softcap, chunks)
 
     def num_params(self):
         """Number of parameters; a tied head counts once."""
@@ -401,8 +410,8 @@ def pick(logits, temperature, top_k, top_p, generator):
     values, ids = (logits / temperature).sort(dim=-1, descending=True)  # (B, V) each
     values[:, top_k or values.size(1):] = float("-inf")
     probabilities = values.softmax(dim=-1)
-    before = probabilities.cumsum(dim=-1) - probabilities  # what the likelier ones hold already
-    probabilities[before >= top_p] = 0.0  # never the first, whose `before` is 0
+    # What the likelier ones hold already: 0 before the first, which always stays.
+    probabilities[probabilities.cumsum(dim=-1) - probabilities >= top_p] = 0.0
     return ids.gather(1, torch.multinomial(probabilities, 1, generator=generator))
 
 

@@ -131,9 +131,9 @@ def tracer(schedule=None, ready=None, detail=False):
         kept = []
         sys.addaudithook(lambda event, args: kept.extend(args) if event == "exec" else None)
     os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # or it writes its own progress among the run's lines
-    return torch.profiler.profile(
-        schedule=schedule and torch.profiler.schedule(**schedule), on_trace_ready=ready, record_shapes=detail,
-        with_stack=detail, profile_memory=detail, acc_events=True)  # without the last, torch 2.11 warns of more cycles
+    # Without acc_events torch 2.11 warns of more cycles.
+    return torch.profiler.profile(schedule=schedule and torch.profiler.schedule(**schedule), on_trace_ready=ready,
+                                  record_shapes=detail, with_stack=detail, profile_memory=detail, acc_events=True)
 
 
 def shrink(file, limit):
@@ -287,14 +287,13 @@ CURVES = "loss", "val_loss", "lr", "grad_norm", "tokens_per_s"
 def read_curves(folders):
     """{folder: {name of CURVES: [(step, value), ...]}} from the metrics.jsonl of runs."""
     runs = {}
-    for folder in folders:
+    for run in folders:
         # A power cut may leave torn lines, or rubbish.
-        with open(os.path.join(folder, "metrics.jsonl"), encoding="utf-8", errors="replace") as file:
-            lines = [json.loads(line) for line in file if re.fullmatch(r'{"step": \d+,[^{}]*}\n', line)]
-        if not lines:
+        with open(os.path.join(run, "metrics.jsonl"), encoding="utf-8", errors="replace") as file:
+            rows = [json.loads(line) for line in file if re.fullmatch(r'{"step": \d+,[^{}]*}\n', line)]
+        if not rows:
             raise ValueError(f"{file.name} has no numbers yet")
-        runs[folder] = {name: [(line["step"], line[name]) for line in lines if line.get(name) is not None]
-                        for name in CURVES}
+        runs[run] = {name: [(row["step"], row[name]) for row in rows if row.get(name) is not None] for name in CURVES}
     return runs
 
 
@@ -413,21 +412,28 @@ def main():
         dtype, why_dtype = train.pick_dtype(config.dtype, world.device)
         compiled, why_compiled = train.pick_compile(config, world.device)
         print(f"rows beside fp32: {why_dtype}; compiled rows: {why_compiled}", file=sys.stderr)
-        others = []
-        for compiled, dtype, recompute, chunks in itertools.product(
+        others, usual = [], model.loss_chunks
+        for compiled, dtype, recompute, parts in itertools.product(
                 ["off", "on"][:1 + compiled], ["fp32", config.dtype.replace("auto", "bf16")][:4 // dtype.itemsize],
-                ["none", "block"], [1, 8]):
+                ["none", "block"], [False, True]):
             row = dict(compile=compiled, dtype=dtype, activation_checkpoint=recompute)
             run = train.setup(replace(config, out=os.devnull, **row), world, train.pick_micro_batch(config, 1))
             if world.device.type == "cuda":
                 train.torch.cuda.reset_peak_memory_stats()
             with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as file:
                 file.write("5")  # Linux: a new high-water mark of the process; elsewhere it is that of all rows so far
-            model.CHUNK_BYTES = 4 * run.raw.config.vocab_size * -(-run.micro_batch * run.raw.config.seq_len // chunks)
+            tokens = run.micro_batch * run.raw.config.seq_len
+            chunks = max(8, usual(tokens, run.raw.config.vocab_size, world.device.type)) if parts else 1
+            model.loss_chunks = lambda *sizes: chunks
             batches = train.data.batches(run.dataset, 0, config.batch_size, run.micro_batch, device=world.device)
-            row |= dict(loss_chunks=str(chunks), **time_step(train.optimizer_step, run, batches))
+            row["loss_chunks"] = str(chunks)
+            try:
+                row |= time_step(train.optimizer_step, run, batches)
+                # Of the first row's run.
+                others = others or list(surroundings(train, run, batches, row["tokens_per_s"]))
+            except train.torch.OutOfMemoryError:  # later rows need less
+                row["tokens_per_s"] = "out of memory"
             show(row, config.json)
-            others = others or list(surroundings(train, run, batches, row["tokens_per_s"]))  # of the first row's run
             del run, batches
             train.distributed.stop(world)  # frees the model and what was compiled of it
         for row in others:

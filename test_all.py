@@ -425,12 +425,14 @@ def test_chunked_loss_equals_plain():
     """Loss and gradients are the same when the logits are made chunk by chunk."""
     model, tokens = tiny(vocab_size=1000), torch.randint(1000, (4, 17))
     results = []
-    for budget in 2 ** 28, 4 * 1000 * 7:
-        with mock.patch.object(model_file, "CHUNK_BYTES", budget):
+    for chunks in 1, 10:
+        with mock.patch.object(model_file, "loss_chunks", lambda *sizes: chunks):
             model.zero_grad()
             loss = model(tokens[:, :-1], tokens[:, 1:])
             loss.backward()
-            if budget < 2 ** 28:
+            if chunks > 1:
+                with torch.no_grad():
+                    assert abs(model(tokens[:, :-1], tokens[:, 1:]) - loss) / loss < 1e-6
                 loss = model(tokens[:, :-1], tokens[:, 1:])
                 fails(RuntimeError, "second derivatives", torch.autograd.grad, loss, model.embed.weight, None, None, 1)
         results.append((loss.item(), model.head.weight.grad.clone(), model.embed.weight.grad.clone()))
@@ -445,7 +447,7 @@ def test_slow_chunked_loss_memory():
     script = """
 import resource, sys, torch, model
 C, V, N = 64, 50304, 8 * 1024
-model.CHUNK_BYTES = int(sys.argv[1])
+model.loss_chunks = model.loss_chunks if int(sys.argv[1]) else lambda *sizes: 1
 torch.manual_seed(0)
 gpt = model.GPT(model.ModelConfig(vocab_size=V, n_layer=1, n_embd=C, n_head=1, seq_len=1024))
 x = torch.randint(V, (8, 1024))
@@ -454,7 +456,7 @@ loss = gpt(x, x)
 loss.backward()
 print(loss.item(), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - base)"""
     (plain_loss, plain), (loss, chunked) = (
-        map(float, run_python("-c", script, str(budget)).split()) for budget in (2 ** 40, model_file.CHUNK_BYTES))
+        map(float, run_python("-c", script, str(chunked)).split()) for chunked in (0, 1))
     assert abs(loss - plain_loss) / plain_loss < 1e-6
     assert chunked < 0.4 * plain, f"chunked {chunked / 1e6:.2f} GB, plain {plain / 1e6:.2f} GB"
 
@@ -899,6 +901,7 @@ def test_wrong_input_to_training_is_one_line():
                 (["--replicas=2"], 2, "--replicas 2"),
                 (["--attention=flex"], 1, "--attention flex CPU"), (["--sdpa=cudnn"], 1, "--sdpa cudnn"),
                 (["--attention=sdpa", "--softcap=9"], 1, "--attention sdpa soft-capping"),
+                (["--fsdp", "--offload"], 2, "--offload Muon adamw bf16"),
                 (["--attention=reference", "--sdpa=math"], 2, "--attention reference --sdpa math"),
                 (["--n_layer=99999999999"], 2, "n_layer"),
                 (["--restart_positions"], 2, "--restart_positions --doc_mask"),
@@ -975,7 +978,7 @@ def test_what_cannot_be_leaves_what_is_there():
         assert same == (0, output) and missing[0] == 1 and "9: there is no such checkpoint" in missing[1], missing
         data.prepare([checkpoint.__file__], d / "other")
         code, output = train_here(*flags, f"--data={d}/other", "--steps=4")
-        assert code == 1 and "is a run with train_tokens" in output and output.count("\n") == 1, output
+        assert code == 1 and "is a run with tokens to train on" in output and output.count("\n") == 1, output
         code, output = command(checkpoint, "import", d / "out", d / "imported")
         assert code == 0 and command(train_file, f"--data={d}/data", f"--init_from={d}/imported")[0] == 2
         with open(d / "out/metrics.jsonl", "a") as file:
@@ -1281,7 +1284,7 @@ def test_benchmark_of_a_step():
         data.prepare([model_file.__file__], d / "data")
         flags = [*SMALL[:-2], "--compile=off", "--json", f"--data={d}/data"]
         with mock.patch.object(sys, "argv", ["profile.py", *flags]), \
-                mock.patch.object(model_file, "CHUNK_BYTES", model_file.CHUNK_BYTES):  # which it changes
+                mock.patch.object(model_file, "loss_chunks", model_file.loss_chunks):  # which it changes
             code, output = exit_of(profile.main)
         assert code == 0, output
         rows = [json.loads(line) for line in output.splitlines() if line.startswith("{")]
@@ -1726,6 +1729,27 @@ def test_law_1_batches_are_a_function_of_seed_and_step():
         before = torch.get_rng_state()
         next(data.batches(dataset, 0, 4, 2))
         assert torch.equal(before, torch.get_rng_state())  # the global random numbers are left alone
+
+
+def test_a_signal_to_the_group_leaves_the_readers_at_work():
+    """torchrun, Slurm and terminals signal all processes: those that read for a GPU last until the run has saved."""
+    script = """
+        import data, os, signal, sys
+        caught, names = [], ("SIGINT", "SIGTERM", "SIGUSR1")
+        for name in names:
+            signal.signal(getattr(signal, name), lambda *args: caught.append(args))
+        batches = data.batches(data.TokenDataset(sys.argv[1], "train", 16), 0, 4, 4, workers=2)
+        next(batches)
+        for name in names:
+            os.killpg(0, getattr(signal, name))
+        for _ in range(20):
+            next(batches)
+        print(len(caught), "caught")"""
+    with folder() as where:
+        shards(where, [2000])
+        with start_python("-c", textwrap.dedent(script), where, start_new_session=True) as run:
+            output, _ = run.communicate(timeout=60)
+    assert run.returncode == 0 and "3 caught" in output, output
 
 
 def test_slow_dataset_survives_fork_and_spawn():
@@ -3088,13 +3112,16 @@ def whole(tensor):
     return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
 
 
+LOSS_CHUNKS = model_file.loss_chunks
+
+
 def run_steps(world, shape, tied, steps=3, accumulation=2, optimizer="adamw", dtype="float32", nano=False,
-              evaluations=True, backend="inductor", chunk_bytes=2 ** 26, **options):
+              evaluations=True, backend="inductor", chunks=1, **options):
     """A short run on one layout: losses, gradient norms, the parameters that did not move, counts of elements.
 
     It evaluates before the first step and after the last, where the train mode's hooks and the optimizer would notice.
     """
-    model_file.CHUNK_BYTES = chunk_bytes
+    model_file.loss_chunks = lambda *sizes: chunks
     config, dtype, batch = shaped(shape, tied, nano), getattr(torch, dtype), 16 if nano else 8
     raw = meta(config)
     with compiling_by(backend):
@@ -3140,7 +3167,7 @@ def run_steps(world, shape, tied, steps=3, accumulation=2, optimizer="adamw", dt
     if evaluations:
         evaluate()
     still = [name for name, p in raw.named_parameters() if torch.equal(whole(p), before[name])]
-    model_file.CHUNK_BYTES = 2 ** 26
+    model_file.loss_chunks = LOSS_CHUNKS
     held = sum(local(p).nbytes for p in raw.parameters())
     state = sum(local(t).nbytes for optimizer in optimizers for s in optimizer.state.values()
                 for t in s.values() if t.ndim)  # without AdamW's step counters
@@ -3286,7 +3313,7 @@ def test_slow_law_1_activation_checkpoints_muon_and_bf16():
     muon = [("llama", True, dict(optimizer="muon", steps=5)), ("gpt2", False, dict(optimizer="muon", steps=5))]
     bf16 = [("llama", True, dict(dtype="bfloat16")), ("gpt2", False, dict(dtype="bfloat16"))]
     masks = [(shape, False, dict(steps=2)) for shape in ("window", "document", "prefix")]
-    chunked = [("masked", tied, dict(steps=2, chunk_bytes=4 * 67 * 10)) for tied in (True, False)]
+    chunked = [("masked", tied, dict(steps=2, chunks=4)) for tied in (True, False)]
     check_layouts(2, TWO, checkpointed + muon + bf16 + masks + chunked,
                   [1e-4] * 4 + [1e-3] * 2 + [1e-2] * 2 + [1e-4] * 5)
     check_layouts(4, FOUR, checkpointed[::3] + muon[:1] + bf16[1:] + chunked[:1], [1e-4] * 2 + [1e-3, 1e-2, 1e-4])

@@ -8,9 +8,9 @@ Every number the loop needs follows from the flags, the seed and the step, so a 
 where it was: batches are a function of (seed, step), initial weights of (seed, name), dropout of (seed, step, rank).
 """
 import signal
-import time
+import timeit
 
-STARTED = time.perf_counter()  # elapsed_s counts from here: importing torch is part of what a user waits for
+STARTED = timeit.default_timer()  # elapsed_s counts from here: importing torch is part of what a user waits for
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C among the imports is no traceback
 
@@ -19,14 +19,12 @@ import contextlib
 import ctypes
 import dataclasses
 import difflib
-import errno
 import json
 import math
 import os
 import re
 import shutil
 import sys
-import timeit
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Literal, get_args, get_origin, get_type_hints
@@ -55,23 +53,23 @@ class TrainConfig:
     init_from: Annotated[str | None, "start from a Hugging Face folder or nanoGPT's ckpt.pt, not from --model"] = None
     seq_len: Annotated[int | None, "tokens a training sequence has; default: the preset's, at most 4096"] = None
     dropout: Annotated[float | None, "probability of dropping an activation (attention weights stay)"] = None
-    # With data, network and masks these decide the run's numbers; micro_batch how they are made.
+    # With data, network and masks these down to --seed decide the run's numbers; micro_batch how they are made.
     steps: Annotated[int, "optimizer steps of the whole run", "the optimizer's steps"] = 200
     batch_size: Annotated[int, "sequences per optimizer step, over all processes"] = 16
     micro_batch: Annotated[int | None, "sequences per device and forward; default: its share, up to 32"] = None
     optimizer: Annotated[Literal["muon", "adamw", "sgd"], "muon: for the hidden matrices, AdamW for the rest"] = "muon"
-    lr: Annotated[float | None, "peak learning rate; default: 0.64 / width, at most 0.01"] = None
+    lr: Annotated[float | None, "peak learning rate; default: min(0.01, 0.64 / width), with --init_from a tenth"] = None
     warmup: Annotated[int, "steps over which the learning rate rises from 0"] = 10
     schedule: Annotated[Literal["wsd", "cosine"], "wsd: warm-up, stable, then linear decay over the last half"] = "wsd"
     weight_decay: Annotated[float, "of matrices, decoupled (sgd: in the gradient); vectors have none"] = 0.1
     grad_clip: Annotated[float, "largest global gradient norm; 0: no clipping"] = 1.0
     max_skips: Annotated[int, "updates in a row that may be skipped because a number is not finite"] = 10
     seed: Annotated[int, "of the initial weights, the order of the data, dropout"] = 1337
-    # They change the speed, and the numbers by rounding (and dropout's draws) alone.
+    # Those down to --activation_checkpoint change the speed, and the numbers by rounding (and dropout's draws) alone.
     device: Annotated[Literal["auto", "cpu", "cuda", "mps"], "auto: the fastest there is",
                       "the machine and the layout"] = "auto"
     dtype: Annotated[Literal["auto", "bf16", "fp16", "fp32"], "of matrix products; auto: bf16 if it is fast"] = "auto"
-    compile: Annotated[Literal["auto", "on", "off"], "torch.compile; auto: on a GPU"] = "auto"
+    compile: Annotated[Literal["auto", "on", "off"], "torch.compile; auto: on CUDA"] = "auto"
     fsdp: Annotated[bool, "shard parameters, gradients, moments (FSDP2), rather than replicate (DDP)"] = False
     reshard: Annotated[bool, "free a block's gathered weights between forward and backward"] = True
     offload: Annotated[bool, "with --fsdp on GPUs: parameters, moments and the update on the CPU"] = False
@@ -121,6 +119,9 @@ class TrainConfig:
         for flag, given in ("--no_reshard", not self.reshard), ("--offload", self.offload):
             if given and not self.fsdp:
                 raise ValueError(f"{flag} has no effect without --fsdp: add --fsdp, or drop {flag}")
+        if self.offload and (self.optimizer == "muon" or self.dtype == "fp16"):
+            raise ValueError("--offload has the update on the CPU, where Muon's is slow and fp16's scale is not: take "
+                             "--optimizer adamw or sgd, and --dtype bf16 or fp32")
         for name in "model", "n_layer", "n_head", "n_kv_head", "n_embd":
             if self.init_from and getattr(self, name) is not None:
                 raise ValueError(f"--{name} has no effect with --init_from, which gives the model's shape: drop one")
@@ -159,8 +160,7 @@ def parse_args(kind, prog, argv=None):
         elif get_origin(hint) is Literal:
             options["choices"] = get_args(hint)
         else:
-            options["type"] = get_args(hint)[0] if get_args(hint) else hint
-            options["nargs"] = "*" if get_origin(hint) is list else None
+            options |= dict(type=(get_args(hint) or [hint])[0], nargs="*" if get_origin(hint) is list else None)
         place.add_argument(field.name if positional else "--" + field.name, **options)
     argv = [re.sub("(?<=^--)[^=]+", lambda name: re.sub("^no_", "no-", name[0].replace("-", "_")), word)
             for word in (sys.argv[1:] if argv is None else argv)]
@@ -305,7 +305,7 @@ def keep_memory():
 def pick_compile(config, device):
     """(whether to compile, why not). Without a C++ compiler torch.compile fails only at the model's first call."""
     if config.compile == "off" or config.compile == "auto" and device.type != "cuda":
-        return False, "off" if config.compile == "off" else "off by default without a GPU"
+        return False, "off" if config.compile == "off" else "off by default without CUDA"
     if config.tp > 1 and config.activation_checkpoint == "block" and device.type == "cpu":
         # It takes the mesh among a recomputed block's saved values for a tensor, after attention's random state.
         return False, "off: torch 2.13 fails on --tp with --activation_checkpoint block on a CPU"
@@ -353,7 +353,7 @@ def write_metrics(run, rows):
             end = file.tell()
             if file.write(run.unwritten) < len(run.unwritten):
                 file.truncate(end)
-                raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC), str(path))
+                raise OSError(f"No space left for {path}")
         run.unwritten = b""
 
 
@@ -404,6 +404,9 @@ def setup(config, world, micro_batch):
     run.note = dict(config=dataclasses.asdict(config), model=dataclasses.asdict(fields),
                     tokenizer=run.dataset.meta["tokenizer"], train_tokens=run.dataset.tokens,
                     data=os.path.abspath(config.data))
+    found = Path(config.out, "config.json")  # a run's own, and as `note` is written
+    if found.exists() and not found.read_text(encoding="utf-8", errors="replace").startswith('{\n  "config": {'):
+        raise ValueError(f"{found} is not of a run: take another --out")
     run.claim = claim(config.out) if world.writer and os.path.isdir(config.out) else None
     resumed = open_run(run)
 
@@ -413,7 +416,8 @@ def setup(config, world, micro_batch):
     agree = run.checkpointer.agree  # on rank 0's: each process measures for itself, with another result perhaps
     dtype, why_dtype = agree(pick_dtype(config.dtype, world.device))
     compiled, why_compile = agree(pick_compile(config, world.device))
-    backend, why_backend = agree(pick_backend(config.attention, config.sdpa, fields, world.device, dtype))
+    backend, why_backend = agree(pick_backend(config.attention, config.sdpa, fields, world.device, dtype,
+                                              micro_batch))
     # Shapes alone until the model is sharded: no process ever holds more than its share, and then the weights come.
     with torch.device("meta"):
         run.raw = GPT(fields, backend)
@@ -423,7 +427,7 @@ def setup(config, world, micro_batch):
         run.raw, world, param_dtype=dtype, activation_checkpoint=config.activation_checkpoint, compile=compiled,
         seed=config.seed, reshard_after_forward=config.reshard, offload=config.offload)
     # Wider models take smaller steps, in proportion to 1 / width (Yang et al. 2022, table 3).
-    run.peak_lr = config.lr or min(0.01, 0.64 / fields.n_embd)
+    run.peak_lr = config.lr or min(0.01, 0.64 / fields.n_embd) * (0.1 if config.init_from else 1)
     run.optimizers = build_optimizer(run.raw, config, run.peak_lr, dtype)
     run.scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
     run.step, extra = (0, {}) if resumed is None else run.checkpointer.load(run.raw, run.optimizers, resumed)
@@ -503,21 +507,21 @@ def open_run(run):
     """
     config = run.config
     run.checkpointer = checkpoint.Checkpointer(config.out, config.keep, config.async_save, config.keep_every)
-    if config.resume == "never":
-        return None
-    step = run.checkpointer.choose(int(config.resume) if config.resume.isdecimal() else None, read=True)
+    wanted = int(config.resume) if config.resume.isdecimal() else None
+    step = None if config.resume == "never" else run.checkpointer.choose(wanted, read=True)
     if step is not None:
         try:
             then, now = ({**note["config"], **dataclasses.asdict(ModelConfig(**note["model"])),
-                         "tokenizer": note["tokenizer"], "train_tokens": note.get("train_tokens")}
+                         "tokenizer": note["tokenizer"],
+                         "tokens to train on": note.get("train_tokens", run.dataset.tokens)}
                          for note in (run.checkpointer.read_extra(step), run.note))
         except (KeyError, TypeError) as error:
             raise ValueError(f"{config.out} was saved by another version of this program: {error}") from None
         changed = [name for name in now if then.get(name) != now[name] and name not in ("resume", "out")]
         for name in changed:
-            if name in run.note["model"] or name in ("tokenizer", "train_tokens", "optimizer"):
-                raise ValueError(f"{config.out} is a run with {name} {then.get(name)}, but the flags say {now[name]}: "
-                                 "use the same flags, another --out, or --resume never")
+            if name in run.note["model"] or name in ("tokenizer", "tokens to train on", "optimizer"):
+                raise ValueError(f"{config.out} is a run with {name} {then.get(name)}, but the flags say {now[name]}"
+                                 ": use the same flags, another --out, or --resume never")
         if changed:
             changes = "; ".join(f"--{name} {then.get(name)} is now {now[name]}" for name in changed)
             run.say(f"note      since the checkpoint, {changes}")
@@ -589,7 +593,7 @@ def evaluate(run, step):
     run.model.train()
     distributed.reshard(run.raw)
     loss = (world.sum(total) / world.sum(count)).item()
-    meta, elapsed = run.validation.meta, time.perf_counter() - STARTED
+    meta, elapsed = run.validation.meta, timeit.default_timer() - STARTED
     bits = loss / math.log(2) * run.validation.tokens / meta["val_bytes"] if meta.get("val_bytes") else math.nan
     values = dict(val_loss=loss, val_bpb=bits)
     guard(run, write_metrics, run, [dict(step=step, **values, elapsed_s=elapsed)])
@@ -639,8 +643,9 @@ def show_sample(run):
 
     Every process computes it, for the model may be sharded.
     """
-    if run.dataset.meta["tokenizer"] is None or run.world.has("tp"):  # --tp splits sequences, one token has no parts
-        return run.say("no sample: " + ("--tp makes none" if run.world.has("tp") else "meta.json names no tokenizer"))
+    # --tp splits sequences, one token has no parts; with --offload the embedding is not where the logits are.
+    if run.dataset.meta["tokenizer"] is None or run.world.has("tp") or run.config.offload:
+        return run.say("no sample: it takes a tokenizer that meta.json names, and neither --tp nor --offload")
     tokenizer, problem = None, "another process lacks the tokenizer"
     try:
         tokenizer = data.load_tokenizer(run.dataset.meta["tokenizer"], run.config.data)
@@ -699,11 +704,10 @@ def loop(run):
                            run.world.data_size, run.world.device)
     # A signal is only noted: the step under way ends, all processes hear of it, and then they save together.
     signals, stopping, pending = watch_signals(), 0, []
-    run.meter.start()
     while step < config.steps and not stopping:
         loss, norm = optimizer_step(run, batches, step)
         step += 1
-        pending.append((step, loss, norm, time.perf_counter() - STARTED))
+        pending.append((step, loss, norm, timeit.default_timer() - STARTED))
         stopping = run.world.any(signals[0] if signals else 0)  # the signal's number
 
         def due(every):
