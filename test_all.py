@@ -1311,7 +1311,7 @@ def test_readme_names_what_exists():
     known = {field.name for command in commands for field in dataclasses.fields(command)}
     others = """help gpus gpu json list slow standalone nproc_per_node nnodes rdzv_id rdzv_backend rdzv_endpoint
         max-restarts monitor-interval rdzv_conf signals-to-handle
-        requeue nodes ntasks-per-node gpus-per-node cpus-per-task time signal kill-on-bad-exit"""
+        requeue nodes ntasks-per-node gpus-per-node cpus-per-task time signal kill-on-bad-exit local-dir"""
     assert not set(re.findall(r"(?<![\w-])--([a-z][a-z_-]+)", text)) - known - set(others.split())
 
 
