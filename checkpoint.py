@@ -14,6 +14,7 @@ import os
 import pickle
 import re
 import shutil
+import sys
 import warnings
 import zlib
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -194,6 +195,14 @@ def storage_writer(folder, commit):
     return Writer(folder)
 
 
+def tell(*words, **options):
+    """Print at once. When that cannot be, as after `| head` or on a full disk, work goes on without."""
+    try:
+        print(*words, flush=True, **options)
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def reason(error):
     """One line of DCP's exception, which holds one for each rank that failed; Ctrl-C among them goes on its way."""
     for rank, (cause, _) in getattr(error, "failures", {}).items():
@@ -297,7 +306,7 @@ class Checkpointer:
     def prune(self, step):
         """Keep the newest up to `step` and the milestones; later ones belong to a run resumed from further back."""
         if later := [number for number in self.numbers() if number > step]:
-            print(f"checkpoint {step} is now the newest; removed the later ones of the run before: {later}", flush=True)
+            tell(f"checkpoint {step} is now the newest; removed the later ones of the run before: {later}")
         kept = [number for number in self.steps() if number <= step]
         milestones = [number for number in kept if self.keep_every and number % self.keep_every == 0]
         for number in set(self.numbers()) - set(kept[-self.keep:] + milestones):
@@ -352,7 +361,7 @@ class Checkpointer:
             problem = self.agree(broken(self.folder(number), (self.rank, self.ranks) if read else None))
             if problem is None:
                 if problems and self.rank == 0:
-                    print(f"skipped {'; '.join(problems.values())}", flush=True)
+                    tell(f"skipped {'; '.join(problems.values())}")
                 self.verified = number if read else self.verified
                 return number
             problems[number] = f"checkpoint {number}: {problem}"
@@ -543,7 +552,7 @@ def read_hf(path):
     if not path.exists():
         raise ValueError(f"{path} does not exist: expected a Hugging Face folder (hf download NAME "
                          "--local-dir DIR makes one), nanoGPT's ckpt.pt or, to sample from or export, a run")
-    if Path(path, "checkpoints").is_dir():
+    if Path(path, "checkpoints").is_dir() or Path(path, "state.json").exists():
         raise ValueError(f"{path} is a run of train.py: python checkpoint.py export {path} DIR makes a folder of it")
     try:
         if path.is_file():
@@ -608,15 +617,17 @@ def open_model(path, build):
     build(fields) makes the model. `extra` is as train.py saves it: "model", its fields, and "tokenizer" and "data", for
     data.load_tokenizer; the tokenizer of a folder has the folder's path for a name.
     """
-    found = re.fullmatch(r"(.*).checkpoints.step_(\d+)", str(Path(path).resolve()))
-    run, step = (found[1], int(found[2])) if found else (path, None)
-    checkpointer = Checkpointer(run)
+    folder, step, checkpointer = Path(path).resolve(), None, Checkpointer(path)
+    if re.fullmatch(r"step_\d{8,}", folder.name) and not (folder / "config.json").exists():
+        checkpointer.root, step = folder.parent, int(folder.name[5:])
     extra, initial = checkpointer.read_extra(step), None
     if extra is None:
         fields = read_hf(path)[1]
         known = "gpt2" if fields["vocab_size"] in (50257, 50304) else None  # 50304: as nanoGPT rounds it up
         own = os.path.abspath(path) if Path(path, "tokenizer.json").exists() else known
         extra, initial = {"model": fields, "tokenizer": own, "data": None}, import_hf
+    with contextlib.suppress(OSError, ValueError, KeyError):  # the data may have moved since
+        extra["data"] = json.loads((checkpointer.root.parent / "config.json").read_text(encoding="utf-8"))["data"]
     try:
         with torch.device("meta"):
             model = build(extra["model"])
@@ -735,7 +746,8 @@ def main():
         out, fields = config.out[0], asdict(model.config)
         if config.command == "import":
             with new_folder(out):
-                Checkpointer(out).save(0, model, (), dict(extra, config={"optimizer": None}, model=fields))
+                extra |= dict(config={"optimizer": "none (imported: export it, then --init_from)"}, model=fields)
+                Checkpointer(out).save(0, model, (), extra)
         else:
             tokenizer = data.load_tokenizer(extra["tokenizer"], extra["data"]) if extra["tokenizer"] else None
             size = int(config.max_shard_size[:-2]) * 1000 ** ("KMG".index(config.max_shard_size[-2]) + 1)

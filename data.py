@@ -271,6 +271,7 @@ def split_corpus(documents, val_fraction):
     A prompt and its response are never cut: of few, the last one validates.
     """
     every = round(1 / val_fraction) if val_fraction else 0
+    documents = iter(documents)
     head = list(itertools.islice(documents, every))
     if head and len(head[0]) > 1:
         every = len(head)

@@ -133,8 +133,8 @@ def linear(x, weight, bias=None):
     Generation in fp32 on a CPU has few rows. MKL takes weight x^T with two to four columns nearly as fast as weights
     come from memory, at 14 to 38 GB/s on two cores; in F.linear's form it reads 4 to 19.
     """
-    if (torch.is_grad_enabled() or torch.is_autocast_enabled("cpu") or x.numel() > 4 * x.size(-1)
-            or (x.device.type, x.dtype) != ("cpu", torch.float32)):
+    if (torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.is_autocast_enabled("cpu") or x.dim() < 2
+            or x.numel() > 4 * x.size(-1) or (x.device.type, x.dtype) != ("cpu", torch.float32)):
         return F.linear(x, weight, bias)
     rows = x.flatten(0, -2)
     columns = torch.cat([rows, rows]).T if len(rows) == 1 else rows.T  # (in, at least 2)

@@ -144,6 +144,8 @@ def parse_args(kind, prog, argv=None):
     without default is a positional argument, a list takes the remaining ones, a bool makes --x and --no_x. Hyphens and
     underscores are alike. Anything wrong, and any ValueError of the dataclass, is one line and exit code 2.
     """
+    if hasattr(sys.stdout, "reconfigure"):  # a sample may have characters that a locale has not
+        sys.stdout.reconfigure(errors="replace")
     # No abbreviations: a flag added later would change what they mean.
     place = parser = argparse.ArgumentParser(prog, description=kind.__doc__, allow_abbrev=False)
     # Of missing arguments the first one: argparse names lists, too, which may be empty.
@@ -183,12 +185,12 @@ def command(kind, prog, *mistakes, argv=None):
     """
     try:
         yield parse_args(kind, prog, argv)
-        sys.stdout.flush()
+        print(end="", flush=True)
     except BrokenPipeError:  # nobody reads on, as after `| head`; an ordinary exit would try to print the rest
         os._exit(1)
     except (ValueError, OSError, ImportError, *mistakes) as error:
         hint = f" (pip install {error.name})" if getattr(error, "name", None) else ""
-        named = f"{error.filename}: {error.strerror}" if getattr(error, "filename", None) else error
+        named = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else error
         sys.exit(f"{prog}: {named}{hint}")
     except KeyboardInterrupt:
         sys.exit(f"{prog}: interrupted")
@@ -370,14 +372,6 @@ def watch_signals():
     return caught
 
 
-def tell(*words, **options):
-    """Print at once. When nobody reads any more, as after `| head`, the run goes on without: metrics.jsonl has it."""
-    try:
-        print(*words, flush=True, **options)
-    except BrokenPipeError:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-
-
 def setup(config, world, micro_batch):
     """All that can fail before step 0 -> the run's parts. ValueError, OSError or ImportError hold one clear line.
 
@@ -387,7 +381,7 @@ def setup(config, world, micro_batch):
     `unsaved` tells that a write has failed, `unwritten` holds the metrics it concerned, `claim` the lock on --out.
     """
     fields = model_config(config, vocab_size=1)
-    say = tell if world.writer else lambda *words, **options: None
+    say = checkpoint.tell if world.writer else lambda *words, **options: None
     # Data first: it says how many ids the model needs, and the checkpoint must be of this model.
     with world.first():
         if Path(config.data).name == "stdlib" and not os.path.exists(config.data):
@@ -469,8 +463,9 @@ def prepare_out(run):
     config, out = run.config, Path(run.config.out).resolve()
     # With --resume never the earlier run is renamed, now that all else is known to be right.
     if config.resume == "never" and ((out / "config.json").exists() or (out / "checkpoints").exists()):
-        if Path.cwd().is_relative_to(out):
-            raise ValueError(f"--out {config.out} holds the working directory, which --resume never would rename")
+        for path in Path.cwd(), Path(config.data).resolve(), Path(config.init_from or ".").resolve():
+            if path.is_relative_to(out):
+                raise ValueError(f"--out {config.out} holds {path}, which --resume never would rename: take another")
         aside = next(path for n in range(1, 10 ** 6) if not (path := out.with_name(f"{out.name}.{n}")).exists())
         out.rename(aside)
         run.say(f"--resume never: the earlier run is now {aside}")
@@ -478,9 +473,9 @@ def prepare_out(run):
     out.mkdir(parents=True, exist_ok=True)
     run.claim = run.claim or claim(out)  # not twice: closing either file would end the lock
     write_whole(out / "config.json", json.dumps(run.note, indent=2) + "\n")
-    cut_metrics(out / "metrics.jsonl", run.step)
     if config.resume.isdecimal():  # --resume auto must not go on from a later checkpoint
         run.checkpointer.prune(run.step)
+    cut_metrics(out / "metrics.jsonl", run.step)
 
 
 def claim(out):
