@@ -553,7 +553,8 @@ def read_hf(path):
         raise ValueError(f"{path} does not exist: expected a Hugging Face folder (hf download NAME "
                          "--local-dir DIR makes one), nanoGPT's ckpt.pt or, to sample from or export, a run")
     if Path(path, "checkpoints").is_dir() or Path(path, "state.json").exists():
-        raise ValueError(f"{path} is a run of train.py: python checkpoint.py export {path} DIR makes a folder of it")
+        raise ValueError(f"{path} is of a run of train.py: python checkpoint.py export {path} DIR makes a folder of it "
+                         "(a checkpoint's own folder is called step_00000100 or the like)")
     try:
         if path.is_file():
             saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -626,8 +627,9 @@ def open_model(path, build):
         known = "gpt2" if fields["vocab_size"] in (50257, 50304) else None  # 50304: as nanoGPT rounds it up
         own = os.path.abspath(path) if Path(path, "tokenizer.json").exists() else known
         extra, initial = {"model": fields, "tokenizer": own, "data": None}, import_hf
-    with contextlib.suppress(OSError, ValueError, KeyError):  # the data may have moved since
-        extra["data"] = json.loads((checkpointer.root.parent / "config.json").read_text(encoding="utf-8"))["data"]
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        if not os.path.exists(extra["data"]):  # moved since, which the run knows if it has been resumed there
+            extra["data"] = str(json.loads((checkpointer.root.parent / "config.json").read_text("utf-8"))["data"])
     try:
         with torch.device("meta"):
             model = build(extra["model"])

@@ -539,8 +539,8 @@ def main():
 
     def predict(**change):
         now = replace(config, **change)
-        if not 1 <= now.gpus <= 10 ** 5:
-            raise ValueError(f"--gpus is {now.gpus}, expected 1 to 100000")
+        if not 1 <= now.gpus <= 10 ** 4:
+            raise ValueError(f"--gpus is {now.gpus}, expected 1 to 10000")
         if now.offload:
             raise ValueError("--offload is not predicted: what it costs depends on the host")
         fields = train.model_config(now, PRESETS[now.model or "nano"].get("vocab_size", 257))

@@ -20,7 +20,6 @@ import torch.nn.functional as F
 from attention import KVCache, attend, causal, document_starts, model_mask, soft_cap
 
 
-
 @dataclass
 class ModelConfig:
     """What makes a GPT. Zero is derived: n_kv_head = n_head, head_dim = C / H, n_hidden from C and the MLP's kind."""

@@ -997,6 +997,12 @@ def test_what_cannot_be_leaves_what_is_there():
         code, output = train_here(*flags, f"--data={d}/out/data", "--steps=2", "--resume=never")
         assert code == 1 and "out/data, which --resume never would rename" in output, output
         os.rename(d / "out/data", d / "data")
+        (d / "out/link").symlink_to(d / "data")
+        code, output = train_here(*flags, f"--data={d}/out/link", "--steps=2", "--resume=never")
+        assert code == 1 and "out/link, which --resume never would rename" in output, output
+        (d / "out/config.json").write_text("[]")
+        extra = checkpoint.open_model(d / "out", lambda fields: GPT(ModelConfig(**fields)))[1]
+        assert extra["data"] == f"{d}/data" and train_here(*flags, "--steps=2")[0] == 0
         code, output = command(checkpoint, "import", d / "out", d / "imported")
         assert code == 0 and command(train_file, f"--data={d}/data", f"--init_from={d}/imported")[0] == 2
         with open(d / "out/metrics.jsonl", "a") as file:

@@ -398,8 +398,9 @@ def setup(config, world, micro_batch):
     run.note = dict(config=dataclasses.asdict(config), model=dataclasses.asdict(fields),
                     tokenizer=run.dataset.meta["tokenizer"], train_tokens=run.dataset.tokens,
                     data=os.path.abspath(config.data))
-    found = Path(config.out, "config.json")  # a run's own, and as `note` is written
-    if found.exists() and not found.read_text(encoding="utf-8", errors="replace").startswith('{\n  "config": {'):
+    found = Path(config.out, "config.json")
+    if found.exists() and not Path(config.out, "checkpoints").exists() and (
+            not found.read_text("utf-8", "replace").startswith('{\n  "config": {')):  # as `note` is written
         raise ValueError(f"{found} is not of a run: take another --out")
     run.claim = claim(config.out) if world.writer and os.path.isdir(config.out) else None
     resumed = open_run(run)
@@ -463,8 +464,9 @@ def prepare_out(run):
     config, out = run.config, Path(run.config.out).resolve()
     # With --resume never the earlier run is renamed, now that all else is known to be right.
     if config.resume == "never" and ((out / "config.json").exists() or (out / "checkpoints").exists()):
-        for path in Path.cwd(), Path(config.data).resolve(), Path(config.init_from or ".").resolve():
-            if path.is_relative_to(out):
+        for path in map(Path.absolute, map(Path, (".", config.data, config.init_from or "."))):
+            # A link may be inside, or lead there.
+            if any(place.is_relative_to(out) for place in (path.resolve(), path.parent.resolve() / path.name)):
                 raise ValueError(f"--out {config.out} holds {path}, which --resume never would rename: take another")
         aside = next(path for n in range(1, 10 ** 6) if not (path := out.with_name(f"{out.name}.{n}")).exists())
         out.rename(aside)
@@ -484,13 +486,12 @@ def claim(out):
     Two runs in one folder would remove each other's checkpoints. The lock of a process that dies goes with it.
     """
     file = open(Path(out, ".lock"), "w")
-    try:
+    with contextlib.suppress(OSError, ImportError):  # a file system without locks; Windows
         import fcntl
-        fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ValueError(f"--out {out} is written by another run: end that one, or take another --out") from None
-    except (OSError, ImportError):  # a file system without locks; Windows
-        pass
+        try:
+            fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"--out {out} is written by another run: end that one, or take another --out") from None
     return file
 
 
