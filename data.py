@@ -12,7 +12,6 @@ import base64
 import bisect
 import functools
 import gzip
-import importlib
 import io
 import itertools
 import json
@@ -71,7 +70,8 @@ def load_tokenizer(name, folder=None):
 
 def store_bpe(texts, size, folder):
     """Trains a byte-level BPE of `size` ids on an iterator of texts; `load_tokenizer("bpe", folder)` then has it."""
-    bpe = need("rustbpe").Tokenizer()
+    import rustbpe
+    bpe = rustbpe.Tokenizer()
     bpe.train_from_iterator(texts, vocab_size=size - 1)  # <|endoftext|> is the last id
     # tiktoken's own file format, but it has no place for the pattern that splits text into words: meta.json keeps that
     lines = [base64.b64encode(bytes(token)) + b" %d\n" % rank for token, rank in bpe.get_mergeable_ranks()]
@@ -138,14 +138,6 @@ def read_hf_tokenizer(folder):
     return tiktoken.Encoding(str(folder), pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
 
 
-def need(module):
-    """An optional module, or an ImportError that says how to get it."""
-    try:
-        return importlib.import_module(module)
-    except ModuleNotFoundError:
-        raise ImportError(f"a package that this needs is not installed: pip install {module.split('.')[0]}") from None
-
-
 # ---- sources -> documents --------------------------------------------------------------------------------------------
 # A source is the `Path` of a file, or "hf:...". A document is a tuple of what follows each other in it: (text,), where
 # text is a `str` or the `Path` of a file, which may be larger than memory; or for fine-tuning (prompt, response).
@@ -201,10 +193,11 @@ def open_table(source):
     if name.startswith("hf:"):
         found = re.fullmatch(r"hf:([^/:]+(?:/[^/:]+)?)(?:/([^/:]+))?(?::(.+))?", name)
         require(found, "expected hf:NAME[/CONFIG][:SPLIT], as in hf:HuggingFaceFW/fineweb-edu/sample-10BT:train")
-        load, place = need("datasets").load_dataset, filter(None, found.group(1, 2))
-        yield from load(*place, split=found[3] or "train", streaming=True)
+        import datasets
+        yield from datasets.load_dataset(*filter(None, found.group(1, 2)), split=found[3] or "train", streaming=True)
     elif name.endswith(".parquet"):
-        for batch in need("pyarrow.parquet").ParquetFile(name).iter_batches(1024):
+        import pyarrow.parquet
+        for batch in pyarrow.parquet.ParquetFile(name).iter_batches(1024):
             yield from batch.to_pylist()
     else:
         with (gzip.open if name.endswith(".gz") else open)(name, "rt", encoding="utf-8-sig", errors="replace") as lines:

@@ -47,6 +47,7 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # models this small gain nothing 
 import numpy as np
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 from torch.nn.attention import flex_attention
 from torch.nn.attention.flex_attention import and_masks, or_masks
 
@@ -206,14 +207,37 @@ def test_every_mask_on_every_backend_equals_brute_force():
                     assert (plain - expected).abs().max() < 1e-5, where
 
 
-def test_few_rows_take_another_way_to_the_same_product():
+def test_prepacked_products_are_the_products():
+    """Of any number of rows and in both dtypes; while gradients are wanted, and afterwards, it is the plain ones."""
+    weight, biases, dtypes = torch.randn(40, 24), (None, torch.randn(40)), (torch.float32, torch.bfloat16)
+    for rows, dtype, bias in itertools.product((1, 2, 5, 9), dtypes, biases):
+        x, matrix = torch.randn(rows, 3, 24).to(dtype), weight.clone().to(dtype)
+        bias = None if bias is None else bias.to(dtype)
+        with torch.no_grad(), model_file.prepacked([matrix], rows):
+            assert dtype == torch.bfloat16 or hasattr(matrix, "packed") or not torch.backends.mkldnn.is_available()
+            for some in x, x[:, 0], x[0, 0]:
+                expected = torch.nn.functional.linear(some, matrix, bias)
+                torch.testing.assert_close(model_file.linear(some, matrix, bias), expected)
+    for model in tiny(), tiny(tied=True, **SHAPES["gpt2"]):
+        stream = model.stream([[1, 2], [3]], 5, temperature=0)
+        first = next(stream)
+        assert {name for name, p in model.named_parameters() if hasattr(p, "packed")} >= {
+            "blocks.0.mlp.up.weight", "head.weight" if model.head else "embed.weight"}
+        model(torch.ones(1, 2, dtype=torch.int64), torch.ones(1, 2, dtype=torch.int64)).backward()
+        new = [first, *stream]
+        assert not any(hasattr(p, "packed") for p in model.parameters())
+        with mock.patch.object(model_file, "prepacked", lambda *_: contextlib.nullcontext()):
+            assert new == list(model.stream([[1, 2], [3]], 5, temperature=0))
+
+
+def test_a_bf16_models_cache_is_read_in_fp32_on_a_cpu():
+    model = tiny(n_kv_head=2).eval().bfloat16()
+    tokens, cache = torch.randint(0, 50, (2, 9)), attention.KVCache(16)
     with torch.no_grad():
-        for rows, bias in itertools.product(range(1, 10), (None, torch.randn(40))):
-            x, weight = torch.randn(rows, 1, 24), torch.randn(40, 24)
-            out = model_file.linear(x, weight, bias)
-            torch.testing.assert_close(out, torch.nn.functional.linear(x, weight, bias))
-            assert out.is_contiguous()  # or flash refuses it
-        assert model_file.linear(x[0, 0], weight).shape == (40,)
+        whole = model(tokens)
+        parts = torch.cat([model(part, cache=cache) for part in tokens.split([4, 1, 1, 3], dim=1)], dim=1)
+    assert cache.rings["k0"].dtype == torch.float32 and parts.dtype == torch.bfloat16
+    assert (whole - parts).abs().max() < 0.02 * whole.abs().max()
 
 
 def test_cached_logits_equal_uncached():
@@ -285,6 +309,11 @@ def test_masks_are_built_once_per_shape_or_batch():
     for length in range(5, 16):
         model(tokens[:, :length])
     assert len(attention.MASKS) <= 8
+    attention.MASKS.clear()
+    for mode in FakeTensorMode, contextlib.nullcontext, FakeTensorMode:  # neither takes the other's
+        with mode():
+            tiny(window=4)(torch.zeros(2, 12, dtype=torch.int64))
+    assert [type(mask) for mask in attention.MASKS.values()] == [torch.Tensor]
 
 
 def test_slow_lengths_that_vary_leave_three_graphs():
@@ -627,7 +656,7 @@ def test_slow_masks_leave_two_compiled_graphs():
 
 def test_slow_flex_compiled_on_a_cpu():
     """What runs on CUDA outside a compiled model, as far as a CPU can: block mask and kernel by inductor, forward."""
-    if not train_file.pick_compile(TrainConfig(compile="on"), torch.device("cpu"))[0]:
+    if not train_file.pick_compile(TrainConfig(compile="on"), torch.device("cpu"), None)[0]:
         raise Skip("torch.compile needs a C++ compiler")
     plain, fused = (tiny(backend, window=4, doc_start=7, softcap=2.0) for backend in ("reference", "flex"))
     with torch.no_grad(), mock.patch.object(attention, "fused", lambda function, device: attention.compiled(function)):
@@ -639,7 +668,7 @@ def test_slow_flex_compiled_on_a_cpu():
 
 def test_slow_compiled_by_inductor():
     """The same through the C++ (or Triton) code that training runs."""
-    if not train_file.pick_compile(TrainConfig(compile="on"), torch.device("cpu"))[0]:
+    if not train_file.pick_compile(TrainConfig(compile="on"), torch.device("cpu"), None)[0]:
         raise Skip("torch.compile needs a C++ compiler")
     test_compiled_equals_eager_without_graph_breaks("inductor", ("llama", "window", "document", "masked", "prefix"))
 
@@ -929,6 +958,8 @@ def test_wrong_input_to_training_is_one_line():
 
 def test_a_fallback_says_so_once_with_its_reason():
     """Law 8: eager instead of compiled, the reference instead of SDPA, fp32 instead of bf16."""
+    config = TrainConfig(compile="on", tp=2, activation_checkpoint="block")
+    assert "take --sdpa math" in train_file.pick_compile(config, torch.device("cpu"), "flash")[1]
     with folder() as d, mock.patch.object(shutil, "which", lambda name: None), \
             mock.patch.object(train_file, "faster_in_bf16", lambda: False):
         data.prepare([model_file.__file__], d / "data")
@@ -938,6 +969,42 @@ def test_a_fallback_says_so_once_with_its_reason():
         for words in ("compile off: it needs a C++ compiler and found none, install g++", "fp32 (bf16 is not fast",
                       "attention reference, not flash: SDPA has no soft-capping"):
             assert output.count(words) == 1, (words, output)
+
+
+def test_slow_nothing_grows_over_2000_steps():
+    """With evaluations and both kinds of saves: the process's peak memory after a fifth of the run is the last one."""
+    with folder() as d:
+        data.prepare([model_file.__file__], d / "data")
+        for kind in "--async_save", "--no_async_save":
+            run_python(train_file.__file__, *SMALL, f"--data={d}/data", f"--out={d}/{kind}", kind, "--steps=2000",
+                       "--save_every=100", "--eval_every=100")
+            rows = [json.loads(line) for line in (d / kind / "metrics.jsonl").read_text().splitlines()]
+            peaks = [row["peak_mem_gb"] for row in rows if "loss" in row]
+            assert len(peaks) == 2000 and peaks[-1] < 1.01 * peaks[400], (kind, peaks[::200])
+
+
+def test_a_signal_that_takes_a_compiler_with_it_is_one_line():
+    """As Ctrl-C does, which reaches the whole process group; without a signal the traceback stays."""
+    def failing(run, batches, step, signalled=True):
+        if signalled:
+            os.kill(os.getpid(), signal.SIGINT)
+        raise RuntimeError("g++ has ended\nwith many lines")
+    with folder() as d:
+        data.prepare([model_file.__file__], d / "data")
+        flags = f"--data={d}/data", f"--out={d}/out", "--steps=3"
+        train_here(*flags, "--save_every=1")
+        with mock.patch.object(train_file, "optimizer_step", failing):
+            code, output = train_here(*flags, "--steps=5")
+        assert code == 130 and output.endswith("from the newest checkpoint, if there is one\n"), (code, output)
+        assert "train.py: RuntimeError after SIGINT" in output and "many lines" not in output, output
+        with mock.patch.object(train_file, "optimizer_step", functools.partial(failing, signalled=False)):
+            try:
+                train_here(*flags, "--steps=5")
+            except RuntimeError as error:
+                assert "many lines" in str(error)
+            else:
+                raise AssertionError("an error without a signal was hidden")
+        assert "resumed at step 3 of 5" in train_here(*flags, "--steps=5")[1]
 
 
 def test_two_runs_in_one_folder():
@@ -1647,9 +1714,11 @@ def test_wrong_preparation_is_one_line_and_leaves_nothing():
         (where / "latin1.txt").write_bytes("a café, a menü".encode("latin-1"))
         output = exit_of(data.prepare, [str(where / "latin1.txt")], where / "replaced")[1]
         assert output == "note: 2 x U+FFFD, which stands for what is not UTF-8: convert it (iconv -t utf-8)\n", output
-        for module in ("rustbpe", "datasets", "pyarrow"):
+        for module, source, *flags in [("rustbpe", where / "a.txt", "--train_bpe=300"), ("datasets", "hf:any"),
+                                       ("pyarrow", where / "a.parquet")]:
             saved, sys.modules[module] = sys.modules.get(module), None
-            fails(ImportError, f"pip install {module}", data.need, module)
+            code, output = command(data, source, "--out", where / "out", *flags)
+            assert f" (pip install {module}" in code and "\n" not in code, (code, output)
             del sys.modules[module]
             if saved:
                 sys.modules[module] = saved
@@ -3129,9 +3198,9 @@ def rule_of(shape, tokens):
     return dict(rule=rule) if shape == "prefix" else {}
 
 
-def meta(config):
+def meta(config, backend="auto"):
     with torch.device("meta"):
-        return GPT(config)
+        return GPT(config, backend)
 
 
 def local(tensor):
@@ -3146,14 +3215,14 @@ LOSS_CHUNKS = model_file.loss_chunks
 
 
 def run_steps(world, shape, tied, steps=3, accumulation=2, optimizer="adamw", dtype="float32", nano=False,
-              evaluations=True, backend="inductor", chunks=1, **options):
+              evaluations=True, backend="inductor", chunks=1, attention="auto", **options):
     """A short run on one layout: losses, gradient norms, the parameters that did not move, counts of elements.
 
     It evaluates before the first step and after the last, where the train mode's hooks and the optimizer would notice.
     """
     model_file.loss_chunks = lambda *sizes: chunks
     config, dtype, batch = shaped(shape, tied, nano), getattr(torch, dtype), 16 if nano else 8
-    raw = meta(config)
+    raw = meta(config, attention)
     with compiling_by(backend):
         model = distributed.parallelize(raw, world, seed=1, param_dtype=dtype, **options)
     before = {name: whole(p).detach().clone() for name, p in raw.named_parameters()}
@@ -3304,7 +3373,10 @@ def muon_of(raw):
 
 
 def test_law_1_two_processes():
-    """DDP, FSDP2, tensor parallel equal one process, also with masks; the planner's parameters and moments are real."""
+    """DDP, FSDP2, tensor parallel equal one process, also with masks; the planner's parameters and moments are real.
+
+    FSDP2 holds half of what one process does.
+    """
     layouts = [dict(replicate=2), dict(shard=2), dict(tp=2)]
     found = check_layouts(2, layouts, [("llama", True, dict(optimizer="muon")), ("gpt2", False, {}),
                                         ("masked", True, dict(activation_checkpoint="selective", steps=2))])
@@ -3313,6 +3385,9 @@ def test_law_1_two_processes():
             predicted = distributed.plan(lambda: meta(shaped(shape, shape == "llama")), optimizers, gpus=2, seq_len=16,
                                          **flags)["memory"]
             assert (predicted["parameters"], predicted["moments"]) == (now["held"], now["state"]), (layout, predicted)
+            then = alone(shape=shape, tied=shape == "llama", **dict(optimizer="muon") if shape == "llama" else {})
+            part = (now["held"] + now["state"]) / (then["held"] + then["state"])
+            assert "shard" not in layout or 0.475 < part < 0.525, part
 
 
 # Each family tied and untied, with both policies of activation checkpointing; all with two key/value heads.
@@ -3360,6 +3435,7 @@ def test_slow_law_1_compiled():
     check_layouts(2, TWO[::2], [("llama", True, options)])
     check_layouts(2, TWO[1:2], [("gpt2", False, dict(options, activation_checkpoint="block")),
                                  ("masked", True, options)])
+    check_layouts(2, TWO[2:], [("llama", True, dict(options, activation_checkpoint="block", attention="math"))])
     check_layouts(4, FOUR[2:], [("llama", True, dict(options, activation_checkpoint="selective"))])
 
 
@@ -3608,7 +3684,7 @@ def main():
              and (options.slow or options.list or options.k or not name.startswith("test_slow_"))}
     if options.list:
         for name, test in tests.items():
-            print(f"{name:72s} {(test.__doc__ or '').splitlines()[0] if test.__doc__ else ''}")
+            checkpoint.tell(f"{name:72s} {(test.__doc__ or '').partition(chr(10))[0]}")
         return 0
     if not tests:
         print(f"no test has {options.k} in its name: --list names them")

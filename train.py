@@ -304,13 +304,13 @@ def keep_memory():
         libc.mallopt(-1, 2 ** 31 - 1)  # M_TRIM_THRESHOLD
 
 
-def pick_compile(config, device):
+def pick_compile(config, device, backend):
     """(whether to compile, why not). Without a C++ compiler torch.compile fails only at the model's first call."""
     if config.compile == "off" or config.compile == "auto" and device.type != "cuda":
         return False, "off" if config.compile == "off" else "off by default without CUDA"
-    if config.tp > 1 and config.activation_checkpoint == "block" and device.type == "cpu":
-        # It takes the mesh among a recomputed block's saved values for a tensor, after attention's random state.
-        return False, "off: torch 2.13 fails on --tp with --activation_checkpoint block on a CPU"
+    if (config.tp > 1, config.activation_checkpoint, device.type, backend) == (True, "block", "cpu", "flash"):
+        # It takes the mesh among a recomputed block's saved values for a tensor, after flash's random state.
+        return False, "off: torch 2.13 fails on --tp, block checkpoints and a CPU's flash: take --sdpa math"
     if not any(map(shutil.which, [os.environ.get("CXX", "g++"), "clang++", "cl"])):
         return False, "off: it needs a C++ compiler and found none, install g++"
     return True, "on"
@@ -398,10 +398,6 @@ def setup(config, world, micro_batch):
     run.note = dict(config=dataclasses.asdict(config), model=dataclasses.asdict(fields),
                     tokenizer=run.dataset.meta["tokenizer"], train_tokens=run.dataset.tokens,
                     data=os.path.abspath(config.data))
-    found = Path(config.out, "config.json")
-    if found.exists() and not Path(config.out, "checkpoints").exists() and (
-            not found.read_text("utf-8", "replace").startswith('{\n  "config": {')):  # as `note` is written
-        raise ValueError(f"{found} is not of a run: take another --out")
     run.claim = claim(config.out) if world.writer and os.path.isdir(config.out) else None
     resumed = open_run(run)
 
@@ -410,9 +406,8 @@ def setup(config, world, micro_batch):
     # What this machine computes with. Each choice comes with its reason, for the lines below.
     agree = run.checkpointer.agree  # on rank 0's: each process measures for itself, with another result perhaps
     dtype, why_dtype = agree(pick_dtype(config.dtype, world.device))
-    compiled, why_compile = agree(pick_compile(config, world.device))
-    backend, why_backend = agree(pick_backend(config.attention, config.sdpa, fields, world.device, dtype,
-                                              micro_batch))
+    backend, why_backend = agree(pick_backend(config.attention, config.sdpa, fields, world.device, dtype, micro_batch))
+    compiled, why_compile = agree(pick_compile(config, world.device, backend))
     # Shapes alone until the model is sharded: no process ever holds more than its share, and then the weights come.
     with torch.device("meta"):
         run.raw = GPT(fields, backend)
@@ -481,10 +476,14 @@ def prepare_out(run):
 
 
 def claim(out):
-    """Lock the folder `out` -> the open file that holds the lock until it is closed; ValueError if another run has it.
+    """Lock the folder `out` -> the open file that holds the lock until it is closed; ValueError if it is not for us.
 
     Two runs in one folder would remove each other's checkpoints. The lock of a process that dies goes with it.
     """
+    found = Path(out, "config.json")
+    if found.is_file() and not Path(out, "checkpoints").exists() and (
+            not found.read_text("utf-8", "replace").startswith('{\n  "config": {')):  # as `prepare_out` writes it
+        raise ValueError(f"{found} is not of a run: take another --out")
     file = open(Path(out, ".lock"), "w")
     with contextlib.suppress(OSError, ImportError):  # a file system without locks; Windows
         import fcntl
@@ -686,20 +685,28 @@ def train(config):
         if "memory" not in str(error):
             raise
         distributed.refuse(f"train.py: {str(error).splitlines()[0]}: take a smaller model, or --fsdp", 1)
-    with run.profiler:
-        code = loop(run)
+    # A signal is only noted: the step under way ends, all processes hear of it, and then they save together.
+    signals = watch_signals()
+    try:
+        with run.profiler:
+            code = loop(run, signals)
+    except Exception as error:
+        if not signals:
+            raise
+        # It reached the whole process group, as Ctrl-C does, and took a compiler of this step with it.
+        distributed.refuse(f"train.py: {type(error).__name__} after {signal.Signals(signals[0]).name}: "
+                           "the same command goes on from the newest checkpoint, if there is one", 128 + signals[0])
     del run  # the process group is left without a model, see `stop`
     distributed.stop(world)
     return code
 
 
-def loop(run):
-    """The training loop, from the run's step to the last one, and the sample at its end -> exit code."""
+def loop(run, signals):
+    """The training loop, from the run's step to the last one or the first of `signals`, and a sample -> exit code."""
     config, say, step = run.config, run.say, run.step
     batches = data.batches(run.dataset, step, config.batch_size, run.micro_batch, run.world.data_rank,
                            run.world.data_size, run.world.device)
-    # A signal is only noted: the step under way ends, all processes hear of it, and then they save together.
-    signals, stopping, pending = watch_signals(), 0, []
+    stopping, pending = 0, []
     while step < config.steps and not stopping:
         loss, norm = optimizer_step(run, batches, step)
         step += 1
