@@ -36,6 +36,7 @@ import data
 import distributed
 import profile
 from attention import pick_backend
+from data import require
 from model import GPT, PRESETS, ModelConfig
 
 
@@ -105,26 +106,23 @@ class TrainConfig:
                      replicas=1, tp=1, timeout=1, peak_tflops=0.001)
         for name, low in least.items():
             high = dict(seed=2 ** 63, timeout=2 ** 31).get(name, math.inf)
-            if getattr(self, name) is not None and not low <= getattr(self, name) < high:
-                raise ValueError(f"--{name} is {getattr(self, name)}, expected {low} <= {name} < {high}")
+            value = getattr(self, name)
+            require(value is None or low <= value < high, f"--{name} is {value}, expected {low} <= {name} < {high}")
         for name in "data", "out", "init_from":
-            if getattr(self, name) == "":
-                raise ValueError(f"--{name} is empty, expected a path")
-        if self.lr is not None and not 0 < self.lr < math.inf:
-            raise ValueError(f"--lr is {self.lr}, expected a positive number")
-        if self.resume not in ("auto", "never") and not self.resume.isdecimal():
-            raise ValueError(f"--resume is {self.resume!r}, expected auto, never or the number of a step")
-        if self.sdpa != "auto" and self.attention in ("flex", "reference"):
-            raise ValueError(f"--sdpa {self.sdpa} has no effect with --attention {self.attention}: drop one")
+            require(getattr(self, name) != "", f"--{name} is empty, expected a path")
+        require(self.lr is None or 0 < self.lr < math.inf, f"--lr is {self.lr}, expected a positive number")
+        require(self.resume in ("auto", "never") or self.resume.isdecimal(),
+                f"--resume is {self.resume!r}, expected auto, never or the number of a step")
+        require(self.sdpa == "auto" or self.attention not in ("flex", "reference"),
+                f"--sdpa {self.sdpa} has no effect with --attention {self.attention}: drop one")
         for flag, given in ("--no_reshard", not self.reshard), ("--offload", self.offload):
-            if given and not self.fsdp:
-                raise ValueError(f"{flag} has no effect without --fsdp: add --fsdp, or drop {flag}")
-        if self.offload and (self.optimizer == "muon" or self.dtype == "fp16"):
-            raise ValueError("--offload has the update on the CPU, where Muon's is slow and fp16's scale is not: take "
-                             "--optimizer adamw or sgd, and --dtype bf16 or fp32")
+            require(self.fsdp or not given, f"{flag} has no effect without --fsdp: add --fsdp, or drop {flag}")
+        require(not self.offload or self.optimizer != "muon" and self.dtype != "fp16",
+                "--offload has the update on the CPU, where Muon's is slow and fp16's scale is not: take "
+                "--optimizer adamw or sgd, and --dtype bf16 or fp32")
         for name in "model", "n_layer", "n_head", "n_kv_head", "n_embd":
-            if self.init_from and getattr(self, name) is not None:
-                raise ValueError(f"--{name} has no effect with --init_from, which gives the model's shape: drop one")
+            require(not self.init_from or getattr(self, name) is None,
+                    f"--{name} has no effect with --init_from, which gives the model's shape: drop one")
         # The vocabulary comes with the data; all else that a network can be wrong in is known now.
         model_config(self, vocab_size=1)
 
@@ -319,10 +317,9 @@ def pick_compile(config, device, backend):
 def pick_micro_batch(config, processes):
     """Sequences per device and forward; ValueError where the global batch does not divide, naming one that would."""
     unit = processes * (config.micro_batch or 1)
-    if config.batch_size % unit:
-        near = max(1, round(config.batch_size / unit)) * unit
-        raise ValueError(f"--batch_size {config.batch_size} does not divide into {processes} processes x --micro_batch "
-                         f"{config.micro_batch or 1}: take --batch_size {near}")
+    near = max(1, round(config.batch_size / unit)) * unit
+    require(config.batch_size % unit == 0, f"--batch_size {config.batch_size} does not divide into {processes} "
+                                           f"processes x --micro_batch {unit // processes}: take --batch_size {near}")
     return config.micro_batch or max(n for n in range(1, 33) if config.batch_size // processes % n == 0)
 
 
@@ -424,13 +421,12 @@ def setup(config, world, micro_batch):
     run.scaler.load_state_dict(extra.get("scaler") or run.scaler.state_dict())
     # FSDP2 hands its modules weights that are in `dtype` already.
     run.autocast = torch.autocast(world.device.type, dtype, enabled=dtype != torch.float32 and not world.has("shard"))
-    if run.step > config.steps:
-        raise ValueError(f"--steps {config.steps} is below step {run.step}, which {config.out} has reached: take more, "
-                         "or --resume never")
+    left, traced = config.steps - run.step, sum(profile.SCHEDULE.values())
+    require(left >= 0, f"--steps {config.steps} is below step {run.step}, which {config.out} has reached: take more, "
+                       "or --resume never")
     profiled = (config.profile or config.profile_detail) and Path(config.out, "profile")
-    if profiled and config.steps - run.step < sum(profile.SCHEDULE.values()):
-        raise ValueError(f"--profile takes {sum(profile.SCHEDULE.values())} steps, the run has "
-                         f"{config.steps - run.step} to go: raise --steps, or drop it")
+    require(not profiled or left >= traced,
+            f"--profile takes {traced} steps, the run has {left} to go: raise --steps, or drop it")
     if world.writer:  # nothing was written to --out before: all else has been checked
         prepare_out(run)
     peak, source = profile.peak_flops(world.device, dtype, config.peak_tflops)
@@ -514,9 +510,9 @@ def open_run(run):
             raise ValueError(f"{config.out} was saved by another version of this program: {error}") from None
         changed = [name for name in now if then.get(name) != now[name] and name not in ("resume", "out")]
         for name in changed:
-            if name in run.note["model"] or name in ("tokenizer", "tokens to train on", "optimizer"):
-                raise ValueError(f"{config.out} is a run with {name} {then.get(name)}, but the flags say {now[name]}"
-                                 ": use the same flags, another --out, or --resume never")
+            require(name not in {"tokenizer", "tokens to train on", "optimizer", *run.note["model"]},
+                    f"{config.out} is a run with {name} {then.get(name)}, but the flags say {now[name]}"
+                    ": use the same flags, another --out, or --resume never")
         if changed:
             changes = "; ".join(f"--{name} {then.get(name)} is now {now[name]}" for name in changed)
             run.say(f"note      since the checkpoint, {changes}")
