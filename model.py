@@ -56,11 +56,11 @@ class ModelConfig:
             raise ValueError("a mask of documents needs the id that begins one: \"eot\" of meta.json is null")
         if self.restart_positions and self.doc_start < 0:
             raise ValueError("--restart_positions has no effect without --doc_mask: add --doc_mask, or drop it")
-        bounds = dict.fromkeys(("vocab_size", "seq_len", "n_head", "n_embd"), (1, 2 ** 31))
-        bounds.update(n_layer=(1, 10 ** 5), head_dim=(0, 2 ** 31), n_hidden=(0, 2 ** 31), norm_eps=(0, 1))
         # A window of seq_len would have no effect.
-        bounds.update(dropout=(0, 1), window=(0, self.seq_len), rope_theta=(1, math.inf))
-        bounds.update(softcap=(0, math.inf), head_softcap=(0, math.inf))
+        bounds = dict(vocab_size=(1, 2 ** 31), seq_len=(1, 2 ** 31), n_head=(1, 2 ** 31), n_embd=(1, 2 ** 31),
+                      n_layer=(1, 10 ** 5), head_dim=(0, 2 ** 31), n_hidden=(0, 2 ** 31), norm_eps=(0, 1),
+                      dropout=(0, 1), window=(0, self.seq_len), rope_theta=(1, math.inf), softcap=(0, math.inf),
+                      head_softcap=(0, math.inf))
         for name, (low, high) in bounds.items():
             if not low <= getattr(self, name) < high:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected {low} <= {name} < {high}")
