@@ -228,10 +228,14 @@ def table(rows, width):
     return nn.Embedding.from_pretrained(torch.zeros(rows, width), freeze=False)
 
 
-def summed_loss(x, weight, targets, softcap=0.0):
-    """Sum of the cross-entropies of logits x weight^T: x (N, C), weight (V, C), targets (N,) -> fp32 scalar."""
+def summed_loss(x, weight, targets, softcap=0.0, chunks=1):
+    """Sum of the cross-entropies of logits x weight^T: x (N, C), weight (V, C), targets (N,) -> fp32 scalar.
+
+    With several `chunks` the logits are made in so many parts, one after the other.
+    """
     # (N, V): a softmax over 50,000 bf16 logits would lose three of its digits
-    return F.cross_entropy(soft_cap(F.linear(x, weight).float(), softcap), targets, ignore_index=-100, reduction="sum")
+    return sum(F.cross_entropy(soft_cap(F.linear(some, weight).float(), softcap), wanted, reduction="sum")
+               for some, wanted in zip(x.chunk(chunks), targets.chunk(chunks)))
 
 
 def loss_chunks(tokens, vocab_size, device_type):
@@ -242,13 +246,8 @@ def loss_chunks(tokens, vocab_size, device_type):
     return math.ceil(4 * tokens * vocab_size / (2 ** 26 if device_type == "cpu" else 2 ** 29))
 
 
-def chunked_sum(x, weight, targets, softcap, chunks):
-    """`summed_loss` in so many `chunks`, for evaluation."""
-    return sum(summed_loss(a, weight, b, softcap) for a, b in zip(x.chunk(chunks), targets.chunk(chunks)))
-
-
 class ChunkedLoss(torch.autograd.Function):
-    """`chunked_sum`, and the gradients of each chunk at once: only one chunk's logits ever exist.
+    """`summed_loss`, and the gradients of each chunk at once: only one chunk's logits ever exist.
 
     A loss is where the backward pass begins: in the forward pass its gradients are known already, but for a factor.
     Nothing is computed twice, which a checkpoint would do: 6 % more time than with the logits in one piece, and a
@@ -358,7 +357,7 @@ class GPT(nn.Module):
         if chunks == 1:
             return summed_loss(x, weight, targets, softcap)
         # torch.compile stops here: it cannot trace autograd's own functions, and would unroll the loop of the other.
-        compute = torch.compiler.disable(ChunkedLoss.apply if torch.is_grad_enabled() else chunked_sum)
+        compute = torch.compiler.disable(ChunkedLoss.apply if torch.is_grad_enabled() else summed_loss)
         return compute(x, weight, targets, softcap, chunks)
 
     def num_params(self):
