@@ -335,8 +335,7 @@ def expensive_ops():
     from torch.nn.attention import flex_attention  # noqa: F401, it defines the operator of this name
     kernels = "flash_attention", "efficient_attention", "cudnn_attention", "flash_attention_for_cpu"
     names = ["mm", "addmm", "bmm"] + [f"_scaled_dot_product_{kernel}" for kernel in kernels]
-    return [torch.ops.higher_order.flex_attention,
-            *(getattr(torch.ops.aten, name).default for name in names if hasattr(torch.ops.aten, name))]
+    return [torch.ops.higher_order.flex_attention, *(getattr(torch.ops.aten, name).default for name in names)]
 
 
 def fully_shard_blocks(raw, world, param_dtype, reshard_after_forward, offload):
