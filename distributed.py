@@ -538,10 +538,8 @@ def main():
 
     def predict(**change):
         now = replace(config, **change)
-        if not 1 <= now.gpus <= 10 ** 4:
-            raise ValueError(f"--gpus is {now.gpus}, expected 1 to 10000")
-        if now.offload:
-            raise ValueError("--offload is not predicted: what it costs depends on the host")
+        train.require(1 <= now.gpus <= 10 ** 4, f"--gpus is {now.gpus}, expected 1 to 10000")
+        train.require(not now.offload, "--offload is not predicted: what it costs depends on the host")
         fields = train.model_config(now, PRESETS[now.model or "nano"].get("vocab_size", 257))
         ranks = max(1, now.gpus // now.tp)  # that have data of their own
         now.batch_size = now.batch_size or ranks * (now.micro_batch or 1)
