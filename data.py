@@ -312,8 +312,7 @@ LLM_C = {"<u2": {"tokenizer": "gpt2", "vocab_size": 50257, "eot": 50256},
 HEADERLESS = 'nanoGPT\'s files need a meta.json like {"header": false, "tokenizer": "gpt2", "vocab_size": 50257}'
 HEADER = 256 * 4  # bytes: 256 int32, of which magic, version and number of tokens are used
 # The types that these entries of meta.json must have; null is as good as none.
-META = {"header": bool, "tokenizer": str, "vocab_size": int, "eot": int, "train_tokens": int, "val_tokens": int,
-        "val_bytes": int}
+META = dict(header=bool, tokenizer=str, vocab_size=int, eot=int, train_tokens=int, val_tokens=int, val_bytes=int)
 
 
 def prepare(sources, out, **options):
