@@ -604,10 +604,9 @@ def report(run, pending):
             for step, loss, norm, elapsed in pending]
     guard(run, write_metrics, run, rows)
     pending.clear()
-    last, of = rows[-1], run.config.steps
-    run.say(f"step {last['step']:>{len(str(of))}}/{of}  loss {last['loss']:.4f}  lr {last['lr']:.2e}  "
-            f"norm {last['grad_norm']:.2f}  {last['tokens_per_s']:,.0f} tokens/s  MFU {last['mfu']:.0%}  "
-            f"{last['elapsed_s']:.0f} s")
+    of = run.config.steps
+    run.say("step {step:>{width}}/{of}  loss {loss:.4f}  lr {lr:.2e}  norm {grad_norm:.2f}  {tokens_per_s:,.0f} "
+            "tokens/s  MFU {mfu:.0%}  {elapsed_s:.0f} s".format(of=of, width=len(str(of)), **rows[-1]))
 
 
 def save(run, step):
