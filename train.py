@@ -422,11 +422,9 @@ def setup(config, world, micro_batch):
     # FSDP2 hands its modules weights that are in `dtype` already.
     run.autocast = torch.autocast(world.device.type, dtype, enabled=dtype != torch.float32 and not world.has("shard"))
     left, traced = config.steps - run.step, sum(profile.SCHEDULE.values())
-    require(left >= 0, f"--steps {config.steps} is below step {run.step}, which {config.out} has reached: take more, "
-                       "or --resume never")
+    require(left >= 0, f"--steps {config.steps} is below step {run.step} of {config.out}: take more, or --resume never")
     profiled = (config.profile or config.profile_detail) and Path(config.out, "profile")
-    require(not profiled or left >= traced,
-            f"--profile takes {traced} steps, the run has {left} to go: raise --steps, or drop it")
+    require(not profiled or left >= traced, f"--profile takes {traced} steps, {left} remain: raise --steps, or drop it")
     if world.writer:  # nothing was written to --out before: all else has been checked
         prepare_out(run)
     peak, source = profile.peak_flops(world.device, dtype, config.peak_tflops)
@@ -714,8 +712,7 @@ def loop(run, signals):
         if odd or due(config.log_every) or due(config.eval_every) or due(config.save_every):
             report(run, pending)
         if run.skipped:
-            say(f"step {step}: update skipped, it has no target, or its loss or gradient is not finite "
-                f"({run.skipped} in a row)")
+            say(f"step {step}: update skipped, it has no target or no finite loss or gradient ({run.skipped} in a row)")
         if run.skipped > config.max_skips:
             guard(run, run.checkpointer.finish)
             say("train.py: more than --max_skips: lower --lr, or go on from the last checkpoint with another --seed")
