@@ -277,8 +277,7 @@ def pick_dtype(name, device):
     """(torch dtype of the matrix products, why). By default bf16 where it is fast, else fp32."""
     if name != "auto":
         return DTYPES[name], "as asked"
-    fast = device.type == "cpu" and faster_in_bf16() or (
-        device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False))
+    fast = faster_in_bf16() if device.type == "cpu" else torch.cuda.is_bf16_supported(including_emulation=False)
     return (torch.bfloat16, "fast here") if fast else (torch.float32, f"bf16 is not fast on this {device.type}")
 
 
