@@ -387,13 +387,12 @@ def setup(config, world, micro_batch):
                           unwritten=b"")
     run.dataset = data.TokenDataset(config.data, "train", fields.seq_len, config.seed)
     run.validation = data.TokenDataset(config.data, "val", fields.seq_len)
-    fields = model_config(config, run.dataset.meta["vocab_size"], run.dataset.meta["eot"])
-    if fields.vocab_size > run.dataset.meta["vocab_size"]:
-        say(f"note      {config.init_from} has {fields.vocab_size} ids, the tokenizer of --data "
-            f"{run.dataset.meta['vocab_size']}: is it the same one?")
-    run.note = dict(config=dataclasses.asdict(config), model=dataclasses.asdict(fields),
-                    tokenizer=run.dataset.meta["tokenizer"], train_tokens=run.dataset.tokens,
-                    data=os.path.abspath(config.data))
+    meta = run.dataset.meta
+    fields = model_config(config, meta["vocab_size"], meta["eot"])
+    if fields.vocab_size > meta["vocab_size"]:
+        say(f"note      {config.init_from} has {fields.vocab_size} ids, --data {meta['vocab_size']}: same tokenizer?")
+    run.note = dict(config=dataclasses.asdict(config), model=dataclasses.asdict(fields), tokenizer=meta["tokenizer"],
+                    train_tokens=run.dataset.tokens, data=os.path.abspath(config.data))
     run.claim = claim(config.out) if world.writer and os.path.isdir(config.out) else None
     resumed = open_run(run)
 
