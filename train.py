@@ -440,9 +440,8 @@ def setup(config, world, micro_batch):
     kind = next(name for name, known in DTYPES.items() if known == dtype)
     say(f"machine   {world.size} x {world.device.type}, {kind} ({why_dtype}), compile {why_compile}, "
         f"peak {peak / 1e12:.2f} TFLOP/s ({source})")
-    say(f"optimizer {config.optimizer}, peak lr {run.peak_lr:.2e}, {config.schedule}; "
-        + (f"resumed at step {run.step} of {config.steps}" if run.step else
-           f"{config.steps} steps from {config.init_from or 'scratch'}"))
+    begin = f", resumed at step {run.step}" if run.step else f" from {config.init_from or 'scratch'}"
+    say(f"optimizer {config.optimizer}, peak lr {run.peak_lr:.2e}, {config.schedule}; {config.steps} steps{begin}")
     return run
 
 
