@@ -162,9 +162,10 @@ def broken(folder, read=None):
 
 def flush(path):
     """Wait until a file's bytes, or a folder's entries, are on the disk."""
-    descriptor = os.open(path, os.O_RDONLY)
-    os.fsync(descriptor)
-    os.close(descriptor)
+    if os.name != "nt":  # which does so neither with folders nor with what is open to be read
+        descriptor = os.open(path, os.O_RDONLY)
+        os.fsync(descriptor)
+        os.close(descriptor)
 
 
 def storage_writer(folder, commit):
