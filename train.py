@@ -503,10 +503,12 @@ def open_run(run):
                          for note in (run.checkpointer.read_extra(step), run.note))
         except (KeyError, TypeError) as error:
             raise ValueError(f"{config.out} was saved by another version of this program: {error}") from None
-        for name in (name for name in now if then.get(name) != now[name] and name not in ("resume", "out")):
+        changed = [name for name in now if then.get(name) != now[name] and name not in ("resume", "out")]
+        for name in changed:
             require(name not in {"tokenizer", "tokens to train on", "optimizer", *run.note["model"]},
                     f"{config.out} is a run with {name} {then.get(name)}, but the flags say {now[name]}"
                     ": use the same flags, another --out, or --resume never")
+        for name in changed:
             run.say(f"note      since the checkpoint, --{name} {then.get(name)} is now {now[name]}")
     return step
 
@@ -581,8 +583,7 @@ def evaluate(run, step):
     values = dict(val_loss=loss, val_bpb=bits)
     guard(run, write_metrics, run, [dict(step=step, **values, elapsed_s=elapsed)])
     known = "" if math.isnan(bits) else f" = {bits:.4f} bits per byte"  # of responses alone there is no such thing
-    if not world.sum(count):
-        known = ", for no target is among these tokens: raise --eval_tokens"
+    known = known if world.sum(count) else ", for no target is among these tokens: raise --eval_tokens"
     run.say(f"step {step}  validation loss {loss:.4f} nats{known}  {elapsed:.0f} s")
     return values
 
