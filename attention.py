@@ -239,10 +239,12 @@ class KVCache:
     def extend(self, name, new):
         """Put `new` (..., T, D), after `advance`, into a ring -> what these T may look at (..., S, D), oldest first."""
         if name not in self.rings:
-            # On a CPU bf16 becomes fp32, which SDPA reads 2 to 6 times as fast for a single query.
-            dtype = torch.float32 if (new.device.type, new.dtype) == ("cpu", torch.bfloat16) else new.dtype
-            self.rings[name] = new.new_empty(*new.shape[:-2], self.capacity, new.size(-1), dtype=dtype)
+            # On a CPU bf16 becomes fp32, which SDPA reads 2 to 6 times as fast for a single query; autocast undoes it.
+            slow = (new.device.type, new.dtype) == ("cpu", torch.bfloat16) and not torch.is_autocast_enabled("cpu")
+            self.rings[name] = new.new_empty(*new.shape[:-2], self.capacity, new.size(-1),
+                                             dtype=torch.float32 if slow else new.dtype)
         ring, more, room = self.rings[name], new.size(-2), self.capacity
+        new = new.to(ring.dtype)
         first = (self.length - more) % room
         if self.length <= room:
             ring[..., first:first + more, :] = new

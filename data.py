@@ -193,8 +193,8 @@ def open_table(source):
     if name.startswith("hf:"):
         found = re.fullmatch(r"hf:([^/:]+(?:/[^/:]+)?)(?:/([^/:]+))?(?::(.+))?", name)
         require(found, "expected hf:NAME[/CONFIG][:SPLIT], as in hf:HuggingFaceFW/fineweb-edu/sample-10BT:train")
-        import datasets
-        yield from datasets.load_dataset(*filter(None, found.group(1, 2)), split=found[3] or "train", streaming=True)
+        from datasets import load_dataset
+        yield from load_dataset(*filter(None, found.group(1, 2)), split=found[3] or "train", streaming=True)
     elif name.endswith(".parquet"):
         import pyarrow.parquet
         for batch in pyarrow.parquet.ParquetFile(name).iter_batches(1024):

@@ -8,7 +8,7 @@ positions, GELU, biases. Parameters are fp32; `torch.autocast` around `forward` 
 Shapes: B batch, T tokens, C model width, H heads, K key/value heads, D head width, V vocabulary, L layers.
 """
 import codecs
-import contextlib
+import copy
 import hashlib
 import math
 from dataclasses import dataclass, field
@@ -127,40 +127,6 @@ def make_norm(config):
     return nn.RMSNorm(width, eps=eps) if config.norm == "rmsnorm" else nn.LayerNorm(width, eps=eps, bias=config.bias)
 
 
-def linear(x, weight, bias=None):
-    """F.linear: x (..., in), weight (out, in), bias (out,) -> (..., out); by oneDNN's own where it is `prepacked`."""
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or not hasattr(weight, "packed"):
-        return F.linear(x, weight, bias)
-    return torch.ops.mkldnn._linear_pointwise(x, weight.packed, bias, "none", [], "")
-
-
-@contextlib.contextmanager
-def prepacked(matrices, rows):
-    """Context for generation on a CPU: `matrices` also in the order in which oneDNN's product with `rows` reads them.
-
-    A token needs each weight once. So they come at 18 to 30 GB/s on two cores, in F.linear's form at 7 to 19.
-    """
-    ready = torch.backends.mkldnn.is_available() and not torch.is_autocast_enabled("cpu")
-    ready &= sum(p.nbytes for p in matrices) <= 2 ** 33  # it is a second copy of them, for as long as this lasts
-    dtypes = [torch.float32, torch.bfloat16][:1 + (ready and torch.ops.mkldnn._is_mkldnn_bf16_supported())]
-    chosen = [p for p in matrices if ready and p.device.type == "cpu" and p.dtype in dtypes
-              and not hasattr(p, "placements")]  # sharded
-    for p in chosen:
-        p.packed = torch.ops.mkldnn._reorder_linear_weight(p, rows)
-    try:
-        yield
-    finally:
-        for p in chosen:
-            vars(p).pop("packed", None)  # another stream of this model may have ended before
-
-
-class Linear(nn.Linear):
-    """nn.Linear by `linear`."""
-
-    def forward(self, x):
-        return linear(x, self.weight, self.bias)
-
-
 class Attention(nn.Module):
     """Multi-head attention; with n_kv_head < n_head several query heads share a key/value head (GQA)."""
 
@@ -169,9 +135,9 @@ class Attention(nn.Module):
         self.layer, self.backend, self.config = layer, backend, config
         C, D = config.n_embd, config.head_dim
         # Three products, not one: tensor parallelism gives each process whole heads of each, and k, v may have fewer.
-        self.q = Linear(C, config.n_head * D, bias=config.bias)
-        self.k, self.v = (Linear(C, config.n_kv_head * D, bias=config.bias) for _ in range(2))
-        self.o = Linear(config.n_head * D, C, bias=config.bias)
+        self.q = nn.Linear(C, config.n_head * D, bias=config.bias)
+        self.k, self.v = (nn.Linear(C, config.n_kv_head * D, bias=config.bias) for _ in range(2))
+        self.o = nn.Linear(config.n_head * D, C, bias=config.bias)
         self.q_norm, self.k_norm = (nn.RMSNorm(D, eps=config.norm_eps) if config.qk_norm else None for _ in range(2))
 
     def forward(self, x, rope=None, mask=None, cache=None):
@@ -196,9 +162,9 @@ class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
         self.approximate = "none" if config.mlp == "gelu_exact" else "tanh"
-        self.gate = Linear(config.n_embd, config.n_hidden, bias=config.bias) if config.mlp == "swiglu" else None
-        self.up = Linear(config.n_embd, config.n_hidden, bias=config.bias)
-        self.down = Linear(config.n_hidden, config.n_embd, bias=config.bias)
+        self.gate = nn.Linear(config.n_embd, config.n_hidden, bias=config.bias) if config.mlp == "swiglu" else None
+        self.up = nn.Linear(config.n_embd, config.n_hidden, bias=config.bias)
+        self.down = nn.Linear(config.n_hidden, config.n_embd, bias=config.bias)
 
     def forward(self, x):
         """x (B, T, C) -> (B, T, C)."""
@@ -293,7 +259,7 @@ class GPT(nn.Module):
         self.blocks = nn.ModuleList(Block(config, layer, backend) for layer in range(config.n_layer))
         self.norm = make_norm(config)
         # Tied means there is no second parameter at all: nothing that wrapping, moving or loading could untie.
-        self.head = None if config.tied else Linear(config.n_embd, config.vocab_size, bias=False)
+        self.head = None if config.tied else nn.Linear(config.n_embd, config.vocab_size, bias=False)
         # No buffers: `to_empty` on a model built on the meta device would leave garbage in them.
 
     def initial(self, name, seed):
@@ -341,6 +307,14 @@ class GPT(nn.Module):
             x = block(x, rope, mask, cache)
         return self.norm(x)
 
+    def head_weight(self):
+        """Of the product that makes the logits, (V, C)."""
+        return self.embed.weight if self.head is None else self.head.weight
+
+    def logits(self, x):
+        """x (B, T, C) from `hidden` -> (B, T, V), before soft-capping."""
+        return F.linear(x, self.head_weight())
+
     def forward(self, tokens, targets=None, cache=None, last=False, rule=causal):
         """Logits (B, T, V), or with `targets` (B, T) the fp32 *sum* of the losses over all targets that are not -100.
 
@@ -349,10 +323,9 @@ class GPT(nn.Module):
         generation needs. `rule` is the mask predicate that stands in causal's place, as `prefix_lm(lengths)`.
         """
         x = self.hidden(tokens, cache, rule)  # (B, T, C)
-        weight = self.embed.weight if self.head is None else self.head.weight  # (V, C)
         if targets is None:
-            return soft_cap(linear(x[:, -1:] if last else x, weight), self.config.head_softcap)
-        x, targets = x.flatten(0, 1), targets.flatten()  # (N, C), (N,)
+            return soft_cap(self.logits(x[:, -1:] if last else x), self.config.head_softcap)
+        x, targets, weight = x.flatten(0, 1), targets.flatten(), self.head_weight()  # (N, C), (N,), (V, C)
         softcap, chunks = self.config.head_softcap, loss_chunks(len(x), weight.size(0), x.device.type)
         if chunks == 1:
             return summed_loss(x, weight, targets, softcap)
@@ -364,11 +337,6 @@ class GPT(nn.Module):
         """Number of parameters; a tied head counts once."""
         return sum(p.numel() for p in self.parameters())
 
-    def matrices(self):
-        """The weights of matrix products: those with two dimensions, without tables that are only looked into."""
-        tables = {"position.weight"} | ({"embed.weight"} if self.head else set())
-        return [p for name, p in self.named_parameters() if p.dim() == 2 and name not in tables]
-
     def flops_per_token(self, seq_len):
         """FLOPs a trained token costs, forward and backward: 6 per parameter in a matrix product, and causal attention.
 
@@ -378,7 +346,8 @@ class GPT(nn.Module):
         """
         window = min(self.config.window or seq_len, seq_len)
         keys = window - window ** 2 / (2 * seq_len)  # on average; the first `window` queries see half of it
-        matrices = sum(p.numel() for p in self.matrices())
+        tables = {"position.weight"} | ({"embed.weight"} if self.head else set())  # looked up, not multiplied
+        matrices = sum(p.numel() for name, p in self.named_parameters() if p.dim() == 2 and name not in tables)
         return 6 * matrices + 12 * self.config.n_layer * self.config.n_head * self.config.head_dim * keys
 
     @torch.no_grad()
@@ -404,19 +373,43 @@ class GPT(nn.Module):
         generator = None if seed is None else torch.Generator(tokens.device).manual_seed(seed)
         done = torch.zeros(len(prompts), dtype=torch.bool, device=tokens.device)
         # The first pass takes the whole prompts, each later one the token that was drawn last: the cache has the rest.
-        with prepacked(self.matrices(), len(prompts)):
-            for _ in range(max_new_tokens):
-                logits = self(tokens, cache=cache, last=True, rule=rule)[:, 0, :vocab].float()  # (B, V)
-                tokens = pick(logits, temperature, top_k, top_p, generator)  # (B, 1)
-                yield [None if end else token for token, end in zip(tokens[:, 0].tolist(), done.tolist())]
-                done |= tokens[:, 0] == (-1 if stop is None else stop)
-                if done.all():
-                    return
+        model = prepacked(self, len(prompts))
+        for _ in range(max_new_tokens):
+            logits = model(tokens, cache=cache, last=True, rule=rule)[:, 0, :vocab].float()  # (B, V)
+            tokens = pick(logits, temperature, top_k, top_p, generator)  # (B, 1)
+            yield [None if end else token for token, end in zip(tokens[:, 0].tolist(), done.tolist())]
+            done |= tokens[:, 0] == (-1 if stop is None else stop)
+            if done.all():
+                return
 
     def generate(self, prompts, max_new_tokens, **options):
         """The new tokens of each prompt, a list of B lists of ids (`stop` excluded); options as for `stream`."""
         columns, ends = zip(*self.stream(prompts, max_new_tokens, **options)), (None, options.get("stop"))
         return [[token for token in column if token not in ends] for column in columns]
+
+
+def prepacked(model, rows):
+    """`model`, or on a CPU a copy that generates faster: its matrices are in the order in which oneDNN reads them.
+
+    A token needs each weight once. So they come at 18 to 30 GB/s on two cores, in F.linear's form at 7 to 19. `rows`:
+    how many are generated at a time. Embedding, norms and biases are the model's own.
+    """
+    ready = torch.backends.mkldnn.is_available() and not torch.is_autocast_enabled("cpu")
+    dtypes = [torch.float32, torch.bfloat16][:1 + (ready and torch.ops.mkldnn._is_mkldnn_bf16_supported())]
+    kinds = {(type(p), p.device.type, p.dtype) for p in model.parameters()}  # a sharded one is a DTensor
+    if (not ready or not kinds <= {(nn.Parameter, "cpu", dtype) for dtype in dtypes}
+            or sum(p.nbytes for p in model.parameters()) > 2 ** 33):  # a large model may not fit twice
+        return model
+
+    def product(weight, bias=None):
+        packed = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
+        return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+    model = copy.deepcopy(model, {id(p): p for p in model.parameters()})
+    for part in model.blocks.modules():
+        if type(part) is nn.Linear:
+            part.forward = product(part.weight, part.bias)
+    model.logits = product(model.head_weight())
+    return model
 
 
 def pick(logits, temperature, top_k, top_p, generator):

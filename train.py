@@ -187,7 +187,7 @@ def command(kind, prog, *mistakes, argv=None):
     except BrokenPipeError:  # nobody reads on, as after `| head`; an ordinary exit would try to print the rest
         os._exit(1)
     except (ValueError, OSError, ImportError, *mistakes) as error:
-        hint = f" (pip install {error.name})" if getattr(error, "name", None) else ""
+        hint = f" (pip install {error.name.split('.')[0]})" if getattr(error, "name", None) else ""
         named = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else error
         sys.exit(f"{prog}: {named}{hint}")
     except KeyboardInterrupt:
@@ -472,7 +472,7 @@ def claim(out):
     Two runs in one folder would remove each other's checkpoints. The lock of a process that dies goes with it.
     """
     found = Path(out, "config.json")
-    if found.is_file() and not Path(out, "checkpoints").exists() and (
+    if found.is_file() and not any(Path(out).glob("checkpoints/step_*")) and (
             not found.read_text("utf-8", "replace").startswith('{\n  "config": {')):  # as `prepare_out` writes it
         raise ValueError(f"{found} is not of a run: take another --out")
     file = open(Path(out, ".lock"), "w")
@@ -678,12 +678,12 @@ def train(config):
     try:
         with run.profiler:
             code = loop(run, signals)
-    except Exception as error:
-        if not signals:
+    except RuntimeError as error:
+        if not signals or not type(error).__module__.startswith(("torch._inductor", "torch._dynamo")):
             raise
         # It reached the whole process group, as Ctrl-C does, and took a compiler of this step with it.
-        distributed.refuse(f"train.py: {type(error).__name__} after {signal.Signals(signals[0]).name}: "
-                           "the same command goes on from the newest checkpoint, if there is one", 128 + signals[0])
+        distributed.refuse(f"train.py: {signal.Signals(signals[0]).name} ended a compilation, too: the same command "
+                           "goes on from the newest checkpoint, if there is one", 128 + signals[0])
     del run  # the process group is left without a model, see `stop`
     distributed.stop(world)
     return code
