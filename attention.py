@@ -22,6 +22,7 @@ from torch.nn.attention.flex_attention import and_masks, create_block_mask, flex
 # SDPA's kernels, in the order in which they are tried.
 KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION,
            "efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}
+SDPA = {"auto", "sdpa", *KERNELS}  # backends that need no mask for causal attention, where T == S or T == 1
 
 
 # ---- masks; flex_attention's `and_masks` and `or_masks` combine them, and any predicate of your own ----
@@ -94,7 +95,7 @@ def model_mask(tokens, origin, config, backend, cache=None, rule=causal, heads=N
     heads = range(1) if rules == [causal] else heads or range(config.n_head)  # our own rules are one for all heads
     # SDPA has the triangle of T == S by itself, and the newest token sees all that a cache keeps.
     triangle = window == keys and queries in (1, keys) and not config.softcap
-    if plain and triangle and backend not in ("flex", "reference"):
+    if plain and triangle and backend in SDPA:
         return None
     for known in MASKS if lasting else ():  # compared: looked up, torch.compile would make a graph for each length
         if known == key:
@@ -152,15 +153,15 @@ def attend(q, k, v, mask=None, backend="auto", softcap=0.0):
         backend = "reference" if softcap else "sdpa"
     # `is_causal` aligns its triangle to the top left: right for T == S alone. A cache has fewer queries than
     # keys, and the newest query would see only the first key; one query sees everything and needs no mask at all.
-    if mask is None and (backend in ("flex", "reference") or 1 < queries < keys):
+    if mask is None and (backend not in SDPA or 1 < queries < keys):
         mask = make_mask(causal, backend, queries, keys, q.device)
     if backend == "reference":
         return reference(q, k, v, mask, softcap)
     if backend == "flex":
         return fused(flex_attention, q.device)(
             q, k, v, lambda score, b, h, q_idx, kv_idx: soft_cap(score, softcap), mask, enable_gqa=shared)
-    if softcap:
-        raise ValueError("SDPA has no soft-capping")
+    if softcap or backend not in SDPA:
+        raise ValueError("SDPA has no soft-capping" if softcap else f"there is no attention {backend}")
     triangle = True if mask is None and queries > 1 else False  # a bool, where torch.compile has a symbol for queries
     with sdpa_kernel(KERNELS[backend]) if backend in KERNELS else contextlib.nullcontext():
         return F.scaled_dot_product_attention(q, k, v, mask, is_causal=triangle, enable_gqa=shared)

@@ -48,11 +48,16 @@ def owners(model, optimizers):
 def tensors(model, optimizers=()):
     """{"model.<name>": parameter, "optimizer.<class>.<name>.<state>": moment}: a checkpoint's content, not copied.
 
-    Not in it: learning rate and other hyperparameters, which the run derives from its step.
+    Not in it: learning rate and other hyperparameters, which the run derives from its step. ValueError for a moment
+    that `load` could not bring back.
     """
+    state_of = owners(model, optimizers)
     # get: looking into an optimizer's state would make an entry
-    moments = {f"{owner}.{field}": value for owner, (optimizer, _, parameter) in owners(model, optimizers).items()
+    moments = {f"{owner}.{field}": value for owner, (optimizer, _, parameter) in state_of.items()
                for field, value in optimizer.state.get(parameter, {}).items() if value is not None}
+    for key, value in moments.items():
+        if not torch.is_tensor(value) or value.dim() and value.shape != state_of[key.rpartition(".")[0]][2].shape:
+            raise ValueError(f"{key} is no tensor of its parameter's shape: nothing could load it again")
     return {f"model.{name}": parameter.detach() for parameter, name in parameter_names(model).items()} | moments
 
 
@@ -296,6 +301,8 @@ class Checkpointer:
         (temporary / "state.json").write_text(note)
         files |= {name: fingerprint(temporary / name) for name in (".metadata", "state.json")}
         (temporary / "files.json").write_text(json.dumps(files))
+        if problem := broken(temporary):  # of another process
+            raise OSError(f"{problem} in {self.root}: is --out one folder for all machines?")
         for path in (temporary / "state.json", temporary / "files.json", temporary):
             flush(path)
         if self.folder(step).exists():  # damaged, or of a run since resumed from further back
@@ -551,8 +558,8 @@ def read_hf(path):
 
     path = file = Path(path)
     if not path.exists():
-        raise ValueError(f"{path} does not exist: expected a Hugging Face folder (hf download NAME "
-                         "--local-dir DIR makes one), nanoGPT's ckpt.pt or, to sample from or export, a run")
+        raise ValueError(f"{path} does not exist: expected a run of train.py, to sample from or export, a Hugging Face "
+                         "folder (hf download NAME --local-dir DIR makes one) or nanoGPT's ckpt.pt")
     if Path(path, "checkpoints").is_dir() or Path(path, "state.json").exists():
         raise ValueError(f"{path} is of a run of train.py: python checkpoint.py export {path} DIR makes a folder of it "
                          "(a checkpoint's own folder is called step_00000100 or the like)")

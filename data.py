@@ -156,9 +156,10 @@ def find_files(sources):
     for source in sources:
         inside = walk(source) if os.path.isdir(source) else [source]
         texts = list(filter(is_text, inside))
-        require(texts, f"{source} has no text: no table, and NULs where UTF-8 has none (iconv -f utf-16 -t utf-8)")
-        if len(texts) < len(inside):
-            print(f"{source}: {len(texts)} text files; {len(inside) - len(texts)} binary ones are left out")
+        require(texts, f"{source} is no text in UTF-8, for it has NUL bytes or is a PDF, and no table: convert it "
+                       "(iconv -f utf-16 -t utf-8, pdftotext)")
+        if left_out := [str(path) for path in inside if path not in texts]:
+            print(f"{source}: {len(texts)} text files; left out are {len(left_out)} binary ones, as {left_out[0]}")
         files += texts
     return files
 
@@ -173,13 +174,14 @@ def walk(root, skip=()):
 
 
 def is_text(source):
-    """Text has no NUL bytes; the first 8 KB tell, as in git. A table counts as text, compressed or not."""
+    """Text has no NUL bytes; the first 8 KB tell, as in git. A PDF is none, a table is, compressed or not."""
     if source == "-" or is_table(source):
         return True
     if not os.path.isfile(source):
         raise FileNotFoundError(f"{source} is neither a file nor a folder (nor hf:NAME, nor - for standard input)")
     with open(source, "rb") as file:
-        return b"\0" not in file.read(8192)
+        head = file.read(8192)
+    return b"\0" not in head and not head.startswith(b"%PDF")
 
 
 def is_table(source):
@@ -377,7 +379,7 @@ def tokenize(corpus, folder, config):
             ahead.extend(itertools.islice(tasks, 1))
     require(meta["train_tokens"], "the sources hold no text to train on")
     if unreadable:
-        print(f"note: {unreadable:,} x U+FFFD, which stands for what is not UTF-8: convert it (iconv -t utf-8)")
+        print(f"note: {unreadable:,} x U+FFFD, which stands for what is no UTF-8: convert it (iconv -f latin1 -t utf-8)")
     if config.prompt_key:  # a loss of responses alone has no bits per byte of all the text
         meta |= {"prompt_key": config.prompt_key, "response_key": config.response_key, "val_bytes": None}
     (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")

@@ -304,6 +304,8 @@ def tensor_parallel(raw, world):
     for name, module in list(raw.named_modules()):
         for style in styles.get(PLAN.get(name.rpartition(".")[2]), []):
             parallel.parallelize_module(module, mesh, style)
+    if name := next((name for name, p in raw.named_parameters() if not hasattr(p, "placements")), None):
+        raise ValueError(f"--tp: {name} is of a module that has no row in distributed.PLAN: add one")
     heads = raw.config.n_head // mesh.size()
     raw.heads = range(mesh.get_local_rank() * heads, (mesh.get_local_rank() + 1) * heads)  # for rules that ask for them
     # Not the collective's pending result: a compiled block that is given one fails in backward (torch 2.13).
@@ -367,6 +369,8 @@ def materialize(raw, device, seed):
     Each process draws one parameter after the other as a whole and keeps its own piece: nothing is communicated, and no
     process ever holds more than one whole parameter.
     """
+    if name := next((name for name, _ in raw.named_buffers()), None):
+        raise ValueError(f"{name} is a buffer, which nothing here fills: make it in forward, or a parameter")
     raw.to_empty(device=device)
     for name, parameter in raw.named_parameters():
         parameter.copy_(share(raw.initial(name, seed), parameter))
@@ -508,9 +512,11 @@ def plan(build, optimizers, gpus, fsdp=False, replicas=1, tp=1, micro_batch=1, s
     waits = {name: n / 1e9 / (inside if spans[name] <= machine else outside) for name, n in sent.items()}
     # On each GPU Muon computes, five times, x x^T, its square and their product with x, of all its matrices x.
     flops_muon = sum(5 * (4 * rows ** 2 * columns + 2 * rows ** 3) for rows, columns in hidden)
-    compute = (flops * (4 / 3 if recomputed else 1) + flops_muon) / (peak * 1e12 * EFFICIENCY)
-    seconds = max(compute, waits["shard"] + waits["replicate"]) + waits["tp"]  # prefetch hides the former, nothing tp's
-    return dict(memory=memory, sent=sent, seconds=seconds, mfu=flops / seconds / (peak * 1e12),
+    spent = {"model": flops * (4 / 3 if recomputed else 1) / (peak * 1e12 * EFFICIENCY),
+             "Muon": flops_muon / (peak * 1e12 * EFFICIENCY), "sent beside": waits["shard"] + waits["replicate"],
+             "sent between": waits["tp"]}  # prefetch hides the former behind the work, nothing hides tp's
+    seconds = max(spent["model"] + spent["Muon"], spent["sent beside"]) + spent["sent between"]
+    return dict(memory=memory, sent=sent, spent=spent, seconds=seconds, mfu=flops / seconds / (peak * 1e12),
                 tokens_per_s=tokens * accumulation * gpus / tp / seconds, fits=memory["peak"] < 0.92e9 * limit)
 
 
@@ -534,11 +540,13 @@ def main():
         """Predict memory, traffic and speed of a launch, without a GPU: train.py's flags, and which GPUs."""
         batch_size: Annotated[int | None, "sequences per optimizer step; default: no accumulation"] = None
         gpus: Annotated[int, "GPUs in all", "the machines"] = 8
+        machine: Annotated[int, "GPUs of one machine, which share fast links"] = 8
         gpu: Annotated[Literal[tuple(GPUS)], "which"] = "H100"
 
     def predict(**change):
         now = replace(config, **change)
         train.require(1 <= now.gpus <= 10 ** 4, f"--gpus is {now.gpus}, expected 1 to 10000")
+        train.require(now.machine >= 1, f"--machine is {now.machine}, expected at least 1")
         train.require(not now.offload, "--offload is not predicted: what it costs depends on the host")
         fields = train.model_config(now, PRESETS[now.model or "nano"].get("vocab_size", 257))
         ranks = max(1, now.gpus // now.tp)  # that have data of their own
@@ -548,7 +556,7 @@ def main():
         build_optimizers = partial(train.build_optimizer, config=now, peak=1.0, dtype=torch.bfloat16)
         found = plan(partial(GPT, fields), build_optimizers, now.gpus, now.fsdp, now.replicas, now.tp, micro_batch,
                      fields.seq_len, now.reshard, now.activation_checkpoint, now.batch_size // ranks // micro_batch,
-                     now.gpu, chunks, n_head=fields.n_head, n_kv_head=fields.n_kv_head)
+                     now.gpu, chunks, now.machine, n_head=fields.n_head, n_kv_head=fields.n_kv_head)
         return dict(found, batch=f"--batch_size {now.batch_size} --micro_batch {micro_batch}")
     with train.command(PlanConfig, "distributed.py") as config:
         try:
@@ -556,13 +564,15 @@ def main():
             change = None if found["fits"] else smallest_change(predict, config.gpus)
         except ValueError as error:  # flags that do not go together
             refuse(f"distributed.py: {error}", 2)
-        told = "" if config.batch_size else ", to be told to train.py"
-        print(f"{config.gpus} x {config.gpu}, {found['batch']}{told}")
+        told = "" if config.batch_size else " (assumed: tell train.py, too)"
+        print(f"{config.gpus} x {config.gpu}, {config.machine} in a machine, {found['batch']}{told}")
         print("gathered: 16-bit weights; block, root: gradients and what is recomputed where backward is; "
-              "the peak is less than the sum, for not all are there at once")
-        for unit, purposes in ("GB per GPU", found["memory"]), ("GB sent per GPU and step", found["sent"]):
+              "the peak is less than the sum, for not all are there at once\nsharded gradients are whole while "
+              "micro-batches accumulate; each GPU does all of Muon's work; what is sent beside costs what exceeds both")
+        for unit, purposes, scale in (("GB per GPU", found["memory"], 1e9), ("s a step", found["spent"], 1),
+                                      ("GB sent per GPU and step", found["sent"], 1e9)):
             for purpose, n in purposes.items():
-                print(f"{purpose:12s} {n / 1e9:9.3f} {unit}")
+                print(f"{purpose:12s} {n / scale:9.3f} {unit}")
         print(f"{'step':12s} {found['seconds']:9.3f} s: {found['tokens_per_s']:,.0f} tokens/s, MFU {found['mfu']:.0%}, "
               f"if kernels reach {EFFICIENCY:.0%} of the peak")
         words = [f"--{name}" if value is True else f"--{name} {value}" for name, value in (change or {}).items()]

@@ -11,8 +11,8 @@ import codecs
 import copy
 import hashlib
 import math
-from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from dataclasses import dataclass, field, fields
+from typing import Annotated, Literal, get_args, get_origin
 
 import torch
 import torch.nn as nn
@@ -32,9 +32,9 @@ class ModelConfig:
     n_embd: int = 128
     head_dim: int = 0
     n_hidden: int = 0
-    norm: str = "rmsnorm"  # or "layernorm"
-    position: str = "rope"  # or "learned"
-    mlp: str = "swiglu"  # or "gelu", its tanh form, or "gelu_exact"
+    norm: Literal["rmsnorm", "layernorm"] = "rmsnorm"
+    position: Literal["rope", "learned"] = "rope"
+    mlp: Literal["swiglu", "gelu", "gelu_exact"] = "swiglu"  # gelu: its tanh form
     bias: bool = False
     tied: bool = False  # the head is the embedding
     qk_norm: bool = False  # RMSNorm of each head's queries and keys, as Qwen3
@@ -61,6 +61,9 @@ class ModelConfig:
                       n_layer=(1, 10 ** 5), head_dim=(0, 2 ** 31), n_hidden=(0, 2 ** 31), norm_eps=(0, 1),
                       dropout=(0, 1), window=(0, self.seq_len), rope_theta=(1, math.inf), softcap=(0, math.inf),
                       head_softcap=(0, math.inf))
+        for kind in fields(self):
+            if get_origin(kind.type) is Literal and getattr(self, kind.name) not in get_args(kind.type):
+                raise ValueError(f"{kind.name} is {getattr(self, kind.name)!r}, expected one of {get_args(kind.type)}")
         for name, (low, high) in bounds.items():
             if not low <= getattr(self, name) < high:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected {low} <= {name} < {high}")

@@ -61,6 +61,8 @@ def peak_flops(device, dtype, tflops=None):
     if tflops:
         return tflops * 1e12, source
     size = 1024 if device.type == "cpu" else 8192
+    if device.type == "cpu" and dtype == torch.float16:  # whose products alone are slower than within a model
+        dtype = torch.float32
     a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
     # The first call chooses and loads the kernel; .item() waits for the device.
     seconds = min(timeit.repeat(lambda: (a @ b)[0, 0].item(), number=1, repeat=4))
@@ -252,7 +254,7 @@ def summarize(events):
         (shares["data"], "data-bound: put --data on a faster disk"),
         (exposed, "communication-bound: take a larger --batch_size, and neither --fsdp nor --tp if it fits without"),
         (idle - shares["checkpoint"], "small kernels: take --compile on or a larger --micro_batch"),
-        (1, "compute-bound: take --dtype bf16 where it is fast, --compile on, or more processes")) if share > 0.2)
+        (1, "compute-bound: --dtype bf16 where it is fast, --compile on, then more processes")) if share > 0.2)
     return [
         f"{len(steps)} steps of {duration / len(steps) / 1e3:,.1f} ms: "
         + ", ".join(f"{name} {time:.1%}" for name, time in shares.items()) + f", other {1 - sum(shares.values()):.1%}",
@@ -362,7 +364,7 @@ def time_step(step, run, batches):
     q1, q2, q3 = sorted(rest)[1::2]
     rate = run.step_tokens / q2
     row = dict(tokens_per_s=rate, spread=(q3 - q1) / q2, mfu=rate * run.meter.flops_per_token / run.meter.peak,
-               compile_s=first - q2, peak_mem_gb=peak_memory(run.world.device))
+               compile_s=max(0.0, first - q2), peak_mem_gb=peak_memory(run.world.device))
     with tracer() as trace:
         step(run, batches, 0)
     return dict(row, kernels=len(parts(trace.events())[-1]))
@@ -413,7 +415,7 @@ def main():
         compiled, why_compiled = train.pick_compile(config, world.device, None)
         print(f"rows beside fp32: {why_dtype}; compiled rows: {why_compiled}", file=sys.stderr)
         others, usual = [], model.loss_chunks
-        for compiled, dtype, recompute, parts in itertools.product(
+        for compiled, dtype, recompute, chunked in itertools.product(
                 ["off", "on"][:1 + compiled], ["fp32", config.dtype.replace("auto", "bf16")][:4 // dtype.itemsize],
                 ["none", "block"], [False, True]):
             row = dict(compile=compiled, dtype=dtype, activation_checkpoint=recompute)
@@ -423,7 +425,7 @@ def main():
             with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as file:
                 file.write("5")  # Linux: a new high-water mark of the process; elsewhere it is that of all rows so far
             tokens = run.micro_batch * run.raw.config.seq_len
-            chunks = max(8, usual(tokens, run.raw.config.vocab_size, world.device.type)) if parts else 1
+            chunks = max(8, usual(tokens, run.raw.config.vocab_size, world.device.type)) if chunked else 1
             model.loss_chunks = lambda *sizes: chunks
             batches = train.data.batches(run.dataset, 0, config.batch_size, run.micro_batch, device=world.device)
             row["loss_chunks"] = str(chunks)

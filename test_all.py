@@ -776,7 +776,7 @@ def test_resumed_run_is_the_run():
         assert code == 0 and "resumed at step" in output and metrics_of(d / "stopped") == whole, output
 
         code, output = train_here(f"--out={d}/stopped", *flags, "--n_layer=3")
-        assert code == 1 and "n_layer 2" in output and "flags say 3" in output, (code, output)
+        assert code == 1 and "n_layer 2 (here 3)" in output, (code, output)
         code, output = train_here(f"--out={d}/stopped", *flags, "--resume=never", "--steps=1")
         assert code == 0 and "stopped.1" in output and metrics_of(d / "stopped.1") == whole, output
 
@@ -963,7 +963,7 @@ def test_wrong_input_to_training_is_one_line():
                 (["--timeout=99999999999"], 2, "--timeout 99999999999"), (["--data="], 2, "--data empty"),
                 (["--init_from="], 2, "--init_from empty"), (["--n_embd=1000000"], 1, "allocate memory smaller"),
                 (["--data=nowhere"], 1, "nowhere data.py"), (["--seq_len=100000"], 1, "--seq_len 100000"),
-                ([f"--out={d}/file"], 1, "file"), (["--resume=7"], 1, "7")]:
+                ([f"--out={d}/file"], 2, "file is a file, expected a folder"), (["--resume=7"], 1, "7")]:
             code, output = exit_of(lambda: train_here(*flags, *wrong, catch=False))
             assert code == expected and output.count("\n") == 1, (wrong, code, output)
             assert all(word in output for word in words.split()), (wrong, output)
@@ -1426,9 +1426,11 @@ def test_readme_names_what_exists():
     assert not set(re.findall(r"\btest_\w+", text)) - globals().keys() - {"test_all"}
     commands = TrainConfig, profile.PlotConfig, data.DataConfig, model_file.SampleConfig, checkpoint.CheckpointConfig
     known = {field.name for command in commands for field in dataclasses.fields(command)}
-    others = """help gpus gpu json list slow standalone nproc_per_node nnodes rdzv_id rdzv_backend rdzv_endpoint
+    others = """help gpus gpu machine json list slow
+        standalone nproc_per_node nnodes rdzv_id rdzv_backend rdzv_endpoint
         max-restarts monitor-interval rdzv_conf signals-to-handle
-        requeue nodes ntasks-per-node gpus-per-node cpus-per-task time signal kill-on-bad-exit local-dir"""
+        requeue dependency exclusive mem nodes ntasks-per-node gpus-per-node cpus-per-task time signal kill-on-bad-exit
+        local-dir"""
     assert not set(re.findall(r"(?<![\w-])--([a-z][a-z_-]+)", text)) - known - set(others.split())
 
 
@@ -1466,7 +1468,7 @@ def test_imports_point_one_way_and_the_tree_stays_small():
             documentation = {line for text in documented for line in range(text.lineno, text.end_lineno + 1)}
             text = enumerate((HERE / f"{name}.py").read_text(encoding="utf-8").splitlines(), 1)
             lines += sum(number not in documentation and bool(line.split("#")[0].strip()) for number, line in text)
-    assert lines <= 2620, f"{lines} lines of code"
+    assert lines <= 2645, f"{lines} lines of code"
 
 
 # ---- data ------------------------------------------------------------------------------------------------------------
@@ -1733,7 +1735,7 @@ def test_wrong_preparation_is_one_line_and_leaves_nothing():
         fails(ValueError, "--out is missing", data.DataConfig, ["a.txt"])
         (where / "latin1.txt").write_bytes("a café, a menü".encode("latin-1"))
         output = exit_of(data.prepare, [str(where / "latin1.txt")], where / "replaced")[1]
-        assert output == "note: 2 x U+FFFD, which stands for what is not UTF-8: convert it (iconv -t utf-8)\n", output
+        assert output.startswith("note: 2 x U+FFFD, which") and "(iconv -f latin1 -t utf-8)\n" in output, output
         for module, source, *flags in [("rustbpe", where / "a.txt", "--train_bpe=300"), ("datasets", "hf:any"),
                                        ("pyarrow", where / "a.parquet")]:
             saved, sys.modules[module] = sys.modules.get(module), None
@@ -2292,6 +2294,31 @@ def test_checkpoint_never_saves_what_is_not_finite():
                 model[1].weight[3, 3] = bad
             assert "1.weight" in error_of(Checkpointer(folder).save, 2, model, optimizers)
         assert Checkpointer(folder).steps() == [1]
+
+
+def test_a_forks_mistake_is_an_error_and_no_other_run():
+    """What nothing would train, save, fill or split, and names that nothing answers to."""
+    fails(ValueError, "norm 'RMSNorm' rmsnorm layernorm", ModelConfig, norm="RMSNorm")
+    fails(ValueError, "mlp 'geglu'", ModelConfig, mlp="geglu")
+    q = torch.randn(1, 2, 4, 8)
+    fails(ValueError, "no attention linear", attend, q, q, q, None, "linear")
+    model = tiny()
+    assert attention.model_mask(torch.zeros(1, 8, dtype=torch.int64), None, model.config, "linear") is not None
+    model.blocks[0].experts = nn.Parameter(torch.randn(2, 3, 4))
+    for name in "muon", "adamw", "sgd":
+        optimizers = train_file.build_optimizer(model, TrainConfig(optimizer=name), 0.1, torch.float32)
+        held = [id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
+        assert sorted(held) == sorted(map(id, model.parameters())), name
+    for moment in 0, torch.zeros(3, 1):
+        optimizer = torch.optim.SGD(model.parameters())
+        optimizer.state[model.head.weight]["odd"] = moment
+        fails(ValueError, "optimizer.SGD.head.weight.odd is no tensor", checkpoint.tensors, model, [optimizer])
+    model.register_buffer("gain", torch.ones(3))
+    fails(ValueError, "gain is a buffer", distributed.materialize, model, "cpu", 1)
+    raw = meta(model.config)
+    raw.blocks[1].router = nn.Linear(64, 2, device="meta")
+    with (world := distributed.pretend(dict(tp=2), 2)).entered:
+        fails(ValueError, "--tp blocks.1.router.weight PLAN", distributed.tensor_parallel, raw, world)
 
 
 class Evil:
@@ -3480,6 +3507,27 @@ def worker_manners(_):
         print(f"FAILS {time.time()}", flush=True)
         raise RuntimeError("rank one fails")
     world.any(False)
+
+
+def test_slow_out_that_is_not_one_folder_is_said():
+    """Two folders, as of two machines without a shared disk: no checkpoint is complete, and the run says so."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        port = free.getsockname()[1]
+    with folder() as d:
+        data.prepare([model_file.__file__], d / "data")
+        flags = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", "--rdzv_id=1",
+                 "--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{port}", train_file.__file__,
+                 *SMALL, f"--data={d}/data", "--out=out", "--steps=4", "--save_every=2", "--fsdp", "--tp=1"]
+        for name in "one", "two":
+            (d / name).mkdir()
+        processes = [start_python(*flags, cwd=d / name) for name in ("one", "two")]
+        outputs = [process.communicate(timeout=120)[0] for process in processes]
+        text = "".join(outputs)
+        assert [process.returncode for process in processes] == [1, 1], text
+        assert text.count("not saved: checkpoint 2 is not written: __1_0.distcp is missing in") == 1, text
+        assert "is --out one folder for all machines?" in text and "but not all was saved" in text, text
+        assert not [*d.glob("*/out/checkpoints/step_*")]
 
 
 def test_slow_waiting_agreeing_and_failing():

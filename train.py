@@ -110,6 +110,7 @@ class TrainConfig:
             require(value is None or low <= value < high, f"--{name} is {value}, expected {low} <= {name} < {high}")
         for name in "data", "out", "init_from":
             require(getattr(self, name) != "", f"--{name} is empty, expected a path")
+        require(not os.path.isfile(self.out), f"--out {self.out} is a file, expected a folder")
         require(self.lr is None or 0 < self.lr < math.inf, f"--lr is {self.lr}, expected a positive number")
         require(self.resume in ("auto", "never") or self.resume.isdecimal(),
                 f"--resume is {self.resume!r}, expected auto, never or the number of a step")
@@ -167,7 +168,9 @@ def parse_args(kind, prog, argv=None):
     values, unknown = parser.parse_known_intermixed_args(argv)  # sources or a prompt may stand behind flags
     if unknown:
         name = unknown[0].split("=")[0]
-        near = difflib.get_close_matches(NANOGPT.get(name, name), parser._option_string_actions, n=1)
+        known = list(parser._option_string_actions)
+        near = [option for option in known if option.startswith(name)] or (
+            difflib.get_close_matches(NANOGPT.get(name, name), known, n=1))
         parser.error(f"unknown argument {unknown[0]}" + (f", did you mean {near[0]}?" if near else ""))
     try:
         return kind(**vars(values))
@@ -202,8 +205,8 @@ def model_config(config, vocab_size, eot=0):
         fields["vocab_size"] = max(fields["vocab_size"], vocab_size)  # too few are refused with the tensors, by shape
     fields |= dict(seq_len=min(fields["seq_len"], 4096), doc_start=eot if config.doc_mask else -1)
     # Flags and fields of the model have the same names.
-    given = {name: value for name, value in vars(config).items() if hasattr(ModelConfig, name) and value is not None}
-    return ModelConfig(**fields | given)
+    given = {field.name: getattr(config, field.name, None) for field in dataclasses.fields(ModelConfig)}
+    return ModelConfig(**fields | {name: value for name, value in given.items() if value is not None})
 
 
 def learning_rate(step, config, peak):
@@ -255,12 +258,15 @@ def newton_schulz(x, steps):
 
 
 def build_optimizer(model, config, peak, dtype):
-    """List of optimizers that hold each parameter once; matrices are decayed, vectors (norms, biases) are not."""
+    """List of optimizers that hold each parameter once; matrices are decayed, vectors (norms, biases) are not.
+
+    One learning rate is set in all of their groups at each step, see `update`.
+    """
     # Muon is for matrices that map activations to activations; embedding and head map from and to ids.
     hidden = [p for name, p in model.named_parameters() if p.dim() == 2 and name.startswith("blocks.")]
-    tables = [p for name, p in model.named_parameters() if p.dim() == 2 and not name.startswith("blocks.")]
+    others = [p for name, p in model.named_parameters() if p.dim() > 1 and (p.dim() > 2 or name[:7] != "blocks.")]
     vectors = [p for p in model.parameters() if p.dim() < 2]
-    decayed = tables if config.optimizer == "muon" else tables + hidden
+    decayed = others if config.optimizer == "muon" else others + hidden
     groups = [dict(params=decayed), dict(params=vectors, weight_decay=0.0)]
     options = dict(lr=peak, weight_decay=config.weight_decay)
     if config.optimizer == "sgd":
@@ -504,12 +510,12 @@ def open_run(run):
         except (KeyError, TypeError) as error:
             raise ValueError(f"{config.out} was saved by another version of this program: {error}") from None
         changed = [name for name in now if then.get(name) != now[name] and name not in ("resume", "out")]
+        fixed = {"tokenizer", "tokens to train on", "optimizer", *run.note["model"]}.intersection(changed)
+        found = ", ".join(f"{name} {then.get(name)} (here {now[name]})" for name in changed if name in fixed)
+        require(not fixed, f"{config.out} is a run with {found}: use its flags, another --out, or --resume never")
         for name in changed:
-            require(name not in {"tokenizer", "tokens to train on", "optimizer", *run.note["model"]},
-                    f"{config.out} is a run with {name} {then.get(name)}, but the flags say {now[name]}"
-                    ": use the same flags, another --out, or --resume never")
-        for name in changed:
-            run.say(f"note      since the checkpoint, --{name} {then.get(name)} is now {now[name]}")
+            value = "the default" if now[name] is None else now[name]
+            run.say(f"note      since the checkpoint, --{name} {then.get(name)} is now {value}")
     return step
 
 
