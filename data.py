@@ -379,7 +379,7 @@ def tokenize(corpus, folder, config):
             ahead.extend(itertools.islice(tasks, 1))
     require(meta["train_tokens"], "the sources hold no text to train on")
     if unreadable:
-        print(f"note: {unreadable:,} x U+FFFD, which stands for what is no UTF-8: convert it (iconv -f latin1 -t utf-8)")
+        print(f"note: {unreadable:,} x U+FFFD, in place of what is no UTF-8: convert it (iconv -f latin1 -t utf-8)")
     if config.prompt_key:  # a loss of responses alone has no bits per byte of all the text
         meta |= {"prompt_key": config.prompt_key, "response_key": config.response_key, "val_bytes": None}
     (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")

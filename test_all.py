@@ -787,7 +787,7 @@ def test_what_a_run_says_of_going_on_is_true():
         data.prepare([model_file.__file__], d / "data")
         flags = [f"--data={d}/data", "--save_every=4"]
         output = train_here(f"--out={d}/out", "--steps=8", *flags)[1]
-        assert "Go on: --steps 16 --resume 4." in output, output
+        assert "To go on, add --steps 16 --resume 4 to the command" in output, output
         with mock.patch.object(train_file, "loop", lambda *_: 1):  # killed before the next save: auto must not take 8
             train_here(f"--out={d}/out", "--steps=16", "--resume=4", *flags)
         assert Checkpointer(d / "out").steps() == [4]
@@ -1735,7 +1735,7 @@ def test_wrong_preparation_is_one_line_and_leaves_nothing():
         fails(ValueError, "--out is missing", data.DataConfig, ["a.txt"])
         (where / "latin1.txt").write_bytes("a café, a menü".encode("latin-1"))
         output = exit_of(data.prepare, [str(where / "latin1.txt")], where / "replaced")[1]
-        assert output.startswith("note: 2 x U+FFFD, which") and "(iconv -f latin1 -t utf-8)\n" in output, output
+        assert output.startswith("note: 2 x U+FFFD, in place of") and "(iconv -f latin1 -t utf-8)\n" in output, output
         for module, source, *flags in [("rustbpe", where / "a.txt", "--train_bpe=300"), ("datasets", "hf:any"),
                                        ("pyarrow", where / "a.parquet")]:
             saved, sys.modules[module] = sys.modules.get(module), None

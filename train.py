@@ -737,9 +737,9 @@ def loop(run, signals):
     early = [n for n in run.checkpointer.steps() if n <= step // 2 and config.schedule == "wsd"]
     resume = f" --resume {early[-1]}" if early else " (where the rate rises again)"
     lacking = ", but not all was saved, see above" if run.unsaved else ""
-    say(f'{config.out} is complete at step {step}{lacking}. Sample: python model.py {config.out} "...". Go on: --steps '
-        f"{2 * step}{resume}. Start over: --resume never. Scale up: torchrun --nproc_per_node=8 train.py --data "
-        f"{config.data} --model gpt2 --out {config.out}-gpt2")
+    say(f'{config.out} is complete at step {step}{lacking}. Sample: python model.py {config.out} "...". To go on, add '
+        f"--steps {2 * step}{resume} to the command; to start over, --resume never. Scale up: torchrun --standalone "
+        f"--nproc_per_node=8 train.py --data {config.data} --model gpt2 --out {config.out}-gpt2")
     return int(run.unsaved)
 
 
