@@ -158,7 +158,7 @@ def find_files(sources):
         texts = list(filter(is_text, inside))
         require(texts, f"{source} is no text in UTF-8, for it has NUL bytes or is a PDF, and no table: convert it "
                        "(iconv -f utf-16 -t utf-8, pdftotext)")
-        if left_out := [str(path) for path in inside if path not in texts]:
+        if left_out := sorted(set(inside).difference(texts)):
             print(f"{source}: {len(texts)} text files; left out are {len(left_out)} binary ones, as {left_out[0]}")
         files += texts
     return files
