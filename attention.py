@@ -19,7 +19,9 @@ import torch.nn.functional as F
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.attention.flex_attention import and_masks, create_block_mask, flex_attention
 
-# SDPA's kernels, in the order in which they are tried.
+# SDPA's kernels, in the order in which they are tried. The first three go through the scores in tiles and never hold
+# (T, S) of them: flash is FlashAttention (Dao et al. 2022), cudnn NVIDIA's own, efficient xFormers', which takes any
+# mask. math is the formula, operator by operator.
 KERNELS = {"flash": SDPBackend.FLASH_ATTENTION, "cudnn": SDPBackend.CUDNN_ATTENTION,
            "efficient": SDPBackend.EFFICIENT_ATTENTION, "math": SDPBackend.MATH}
 SDPA = {"auto", "sdpa", *KERNELS}  # backends that need no mask for causal attention, where T == S or T == 1
@@ -246,6 +248,7 @@ class KVCache:
                                              dtype=torch.float32 if slow else new.dtype)
         ring, more, room = self.rings[name], new.size(-2), self.capacity
         new = new.to(ring.dtype)
+        # Position p is in row p % room: of room 4, after 6 tokens, the rows are those of 4 5 2 3.
         first = (self.length - more) % room
         if self.length <= room:
             ring[..., first:first + more, :] = new

@@ -237,6 +237,7 @@ class Muon(torch.optim.Muon):
             for p in filter(lambda p: p.grad is not None, group["params"]):
                 if not self.state[p]:
                     self.state[p]["momentum_buffer"] = torch.zeros_like(p.grad)
+                # The mean m = 0.95 m + 0.05 g of all gradients so far, and one more step of it ahead (Nesterov).
                 momentum = self.state[p]["momentum_buffer"].lerp_(p.grad, 1 - group["momentum"])
                 update = distributed.whole(p.grad.lerp(momentum, group["momentum"])).to(self.dtype)
                 update = newton_schulz(update, group["ns_steps"]).float()
