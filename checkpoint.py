@@ -56,8 +56,9 @@ def tensors(model, optimizers=()):
     moments = {f"{owner}.{field}": value for owner, (optimizer, _, parameter) in state_of.items()
                for field, value in optimizer.state.get(parameter, {}).items() if value is not None}
     for key, value in moments.items():
-        if not torch.is_tensor(value) or value.dim() and value.shape != state_of[key.rpartition(".")[0]][2].shape:
-            raise ValueError(f"{key} is no tensor of its parameter's shape: nothing could load it again")
+        like = state_of[key.rpartition(".")[0]][2]
+        if not (torch.is_tensor(value) and value.shape in (like.shape, ()) and str(value.dtype)[6:] in DTYPES):
+            raise ValueError(f"{key} is no tensor of its parameter's shape in {DTYPES}: nothing could load it again")
     return {f"model.{name}": parameter.detach() for parameter, name in parameter_names(model).items()} | moments
 
 
@@ -88,12 +89,13 @@ def not_finite(model):
 
 # ---- files: listed with sizes and checksums, read without running anything ------------------------------------------
 
+DTYPES = {"float32", "float16", "bfloat16", "int64"}
 INDEX_CLASSES = {  # all that an index of tensors is made of; entries that are not tensors have another class
     "torch.distributed.checkpoint.metadata": {"Metadata", "MetadataIndex", "TensorStorageMetadata", "TensorProperties",
                                               "ChunkStorageMetadata", "_MEM_FORMAT_ENCODING"},
     "torch.distributed.checkpoint.filesystem": {"_StorageInfo"},
     "torch.serialization": {"_get_layout"},
-    "torch": {"Size", "float32", "float16", "bfloat16", "int64"}}
+    "torch": {"Size", *DTYPES}}
 
 
 def member(kind, name):

@@ -156,7 +156,7 @@ def find_files(sources):
     for source in sources:
         inside = walk(source) if os.path.isdir(source) else [source]
         texts = list(filter(is_text, inside))
-        require(texts, f"{source} is no text in UTF-8, for it has NUL bytes or is a PDF, and no table: convert it "
+        require(texts, f"{source} has no table and no text in UTF-8, which has no NUL bytes and is no PDF: convert it "
                        "(iconv -f utf-16 -t utf-8, pdftotext)")
         if left_out := sorted(set(inside).difference(texts)):
             print(f"{source}: {len(texts)} text files; left out are {len(left_out)} binary ones, as {left_out[0]}")
@@ -181,7 +181,7 @@ def is_text(source):
         raise FileNotFoundError(f"{source} is neither a file nor a folder (nor hf:NAME, nor - for standard input)")
     with open(source, "rb") as file:
         head = file.read(8192)
-    return b"\0" not in head and not head.startswith(b"%PDF")
+    return b"\0" not in head and not head.startswith(b"%PDF-")
 
 
 def is_table(source):

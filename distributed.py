@@ -509,7 +509,7 @@ def plan(build, optimizers, gpus, fsdp=False, replicas=1, tp=1, micro_batch=1, s
         # A gather and a scatter of (B, T, C) for each half of a block: forward, backward, again where it is recomputed.
         "tp": 2 * tokens * C * (1 - 1 / tp) * layers * 4 * accumulation * (2 + recomputed)}
     spans = {"tp": tp, "shard": tp * shards, "replicate": gpus}  # GPUs over which neighbours in a dimension are spread
-    waits = {name: n / 1e9 / (inside if spans[name] <= machine else outside) for name, n in sent.items()}
+    waits = {name: n / 1e9 / (outside if machine % spans[name] else inside) for name, n in sent.items()}
     # On each GPU Muon computes, five times, x x^T, its square and their product with x, of all its matrices x.
     flops_muon = sum(5 * (4 * rows ** 2 * columns + 2 * rows ** 3) for rows, columns in hidden)
     spent = {"model": flops * (4 / 3 if recomputed else 1) / (peak * 1e12 * EFFICIENCY),

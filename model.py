@@ -8,7 +8,6 @@ positions, GELU, biases. Parameters are fp32; `torch.autocast` around `forward` 
 Shapes: B batch, T tokens, C model width, H heads, K key/value heads, D head width, V vocabulary, L layers.
 """
 import codecs
-import copy
 import hashlib
 import math
 from dataclasses import dataclass, field, fields
@@ -395,9 +394,12 @@ def prepacked(model, rows):
     """`model`, or on a CPU a copy that generates faster: its matrices are in the order in which oneDNN reads them.
 
     A token needs each weight once. So they come at 18 to 30 GB/s on two cores, in F.linear's form at 7 to 19. `rows`:
-    how many are generated at a time. Embedding, norms and biases are the model's own.
+    how many are generated at a time. All but these matrices, hooks too, is the model's own; of matrices with a
+    `forward` or a formula of their own there is no copy.
     """
-    ready = torch.backends.mkldnn.is_available() and not torch.is_autocast_enabled("cpu")
+    # FSDP2 has `reshard`, and may have left plain parameters.
+    ready = torch.backends.mkldnn.is_available() and not (
+        torch.is_autocast_enabled("cpu") or hasattr(model, "reshard"))
     dtypes = [torch.float32, torch.bfloat16][:1 + (ready and torch.ops.mkldnn._is_mkldnn_bf16_supported())]
     kinds = {(type(p), p.device.type, p.dtype) for p in model.parameters()}  # a sharded one is a DTensor
     if (not ready or not kinds <= {(nn.Parameter, "cpu", dtype) for dtype in dtypes}
@@ -407,12 +409,17 @@ def prepacked(model, rows):
     def product(weight, bias=None):
         packed = torch.ops.mkldnn._reorder_linear_weight(weight, rows)
         return lambda x: torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
-    model = copy.deepcopy(model, {id(p): p for p in model.parameters()})
-    for part in model.blocks.modules():
-        if type(part) is nn.Linear:
-            part.forward = product(part.weight, part.bias)
-    model.logits = product(model.head_weight())
-    return model
+
+    def twin(part):
+        other = object.__new__(type(part))  # copy.copy takes no parametrized module
+        vars(other).update(vars(part), _modules={name: child and twin(child) for name, child in part._modules.items()})
+        if type(part) is nn.Linear and "forward" not in vars(part) and "weight" in part._parameters:
+            other.forward = product(part.weight, part.bias)
+        return other
+    other = twin(model)
+    if type(model).logits is GPT.logits and "logits" not in vars(model):
+        other.logits = product(model.head_weight())
+    return other
 
 
 def pick(logits, temperature, top_k, top_p, generator):

@@ -234,6 +234,14 @@ def test_generation_from_prepacked_weights():
         assert (after - model(torch.ones(1, 2, dtype=torch.int64))).abs().max() > 0.1, "stale weights"
     columns += stream
     assert [list(column) for column in zip(*columns)] == expected and hooked
+    model, tokens = tiny(), torch.ones(1, 3, dtype=torch.int64)
+    up, model.lock = model.blocks[1].mlp.up, threading.Lock()  # what deepcopy cannot take
+    plain = up.forward
+    up.forward = lambda x: plain(x) * -3
+    model.blocks[0].attn.o = nn.utils.parametrizations.weight_norm(model.blocks[0].attn.o)
+    model.logits = lambda x: -GPT.logits(model, x)
+    with torch.no_grad():
+        assert (model_file.prepacked(model, 1)(tokens) - model(tokens)).abs().max() < 1e-5
     with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
         assert model_file.prepacked(model, 1) is model
     assert model_file.prepacked(tiny().half(), 1).embed.weight.dtype == torch.float16
@@ -1468,7 +1476,7 @@ def test_imports_point_one_way_and_the_tree_stays_small():
             documentation = {line for text in documented for line in range(text.lineno, text.end_lineno + 1)}
             text = enumerate((HERE / f"{name}.py").read_text(encoding="utf-8").splitlines(), 1)
             lines += sum(number not in documentation and bool(line.split("#")[0].strip()) for number, line in text)
-    assert lines <= 2645, f"{lines} lines of code"
+    assert lines <= 2652, f"{lines} lines of code"
 
 
 # ---- data ------------------------------------------------------------------------------------------------------------
@@ -2309,7 +2317,7 @@ def test_a_forks_mistake_is_an_error_and_no_other_run():
         optimizers = train_file.build_optimizer(model, TrainConfig(optimizer=name), 0.1, torch.float32)
         held = [id(p) for optimizer in optimizers for group in optimizer.param_groups for p in group["params"]]
         assert sorted(held) == sorted(map(id, model.parameters())), name
-    for moment in 0, torch.zeros(3, 1):
+    for moment in 0, torch.zeros(3, 1), torch.zeros(64, 64, dtype=torch.uint8):
         optimizer = torch.optim.SGD(model.parameters())
         optimizer.state[model.head.weight]["odd"] = moment
         fails(ValueError, "optimizer.SGD.head.weight.odd is no tensor", checkpoint.tensors, model, [optimizer])

@@ -169,7 +169,7 @@ def parse_args(kind, prog, argv=None):
     if unknown:
         name = unknown[0].split("=")[0]
         known = list(parser._option_string_actions)
-        near = [option for option in known if option.startswith(name)] or (
+        near = [option for option in known if option.startswith(name) and name.strip("-")] or (
             difflib.get_close_matches(NANOGPT.get(name, name), known, n=1))
         parser.error(f"unknown argument {unknown[0]}" + (f", did you mean {near[0]}?" if near else ""))
     try:
@@ -515,8 +515,8 @@ def open_run(run):
         found = ", ".join(f"{name} {then.get(name)} (here {now[name]})" for name in changed if name in fixed)
         require(not fixed, f"{config.out} is a run with {found}: use its flags, another --out, or --resume never")
         for name in changed:
-            value = "the default" if now[name] is None else now[name]
-            run.say(f"note      since the checkpoint, --{name} {then.get(name)} is now {value}")
+            old, new = ("default" if values.get(name) is None else values[name] for values in (then, now))
+            run.say(f"note      since the checkpoint, --{name} {old} is now {new}")
     return step
 
 
@@ -736,7 +736,8 @@ def loop(run, signals):
     show_sample(run)
     # From here the rate would rise again; a checkpoint before wsd's decay is one of the longer run, too.
     early = [n for n in run.checkpointer.steps() if n <= step // 2 and config.schedule == "wsd"]
-    resume = f" --resume {early[-1]}" if early else " (where the rate rises again)"
+    auto = "" if config.resume == "auto" else " --resume auto"
+    resume = f" --resume {early[-1]}" if early else f"{auto} (where the rate rises again)"
     lacking = ", but not all was saved, see above" if run.unsaved else ""
     say(f'{config.out} is complete at step {step}{lacking}. Sample: python model.py {config.out} "...". To go on, add '
         f"--steps {2 * step}{resume} to the command; to start over, --resume never. Scale up: torchrun --standalone "
