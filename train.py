@@ -611,9 +611,12 @@ def report(run, pending):
 
 def save(run, step):
     """Write a checkpoint of `step`; all else that a resumed run needs follows from the step."""
-    extra = dict(run.note, scaler=run.scaler.state_dict(), tokens=step * run.step_tokens)
+    extra, start = dict(run.note, scaler=run.scaler.state_dict(), tokens=step * run.step_tokens), timeit.default_timer()
     with run.profiler.region("checkpoint"):
         guard(run, run.checkpointer.save, step, run.raw, run.optimizers, extra)
+    if run.checkpointer.saved == step:
+        done, seconds = "begun" if run.config.async_save else "written", timeit.default_timer() - start
+        run.say(f"step {step}  checkpoint {done} in {seconds:.1f} s")
 
 
 def guard(run, write, *args):
