@@ -232,7 +232,7 @@ class Checkpointer:
     """
 
     def __init__(self, out, keep=2, asynchronous=False, keep_every=0):
-        self.root, self.keep, self.keep_every = Path(out).resolve() / "checkpoints", keep, keep_every
+        self.root, self.keep, self.keep_every = Path(os.path.realpath(out), "checkpoints"), keep, keep_every
         # A group of its own: on the default one the writing thread's messages mix with the training step's and hang.
         self.group = dist.new_group(backend="gloo") if dist.is_available() and dist.is_initialized() else None
         self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if self.group else (0, 1)
@@ -348,6 +348,7 @@ class Checkpointer:
         After the first optimizer step it begins to get the memory that asynchronous saves will need.
         """
         if self.asynchronous and self.reserved is None:
+            self.reserved = ()  # tried, whatever comes of it
             self.reserve(tensors(model, optimizers))
         self.finish(blocking=False)
 
@@ -539,7 +540,10 @@ def hf_names(kind, names):
     """{their name: [ours that are stacked in it]} of parameter names such as blocks.0.attn.q.weight."""
     table, found = FAMILIES[kind]["names"], {}
     for name in names:
-        block, layer, part, end = re.fullmatch(r"(?:(blocks)(\.\d+)\.)?(.+)(\.weight|\.bias)", name).groups()
+        match = re.fullmatch(r"(?:(blocks)(\.\d+)\.)?(.+)(\.weight|\.bias)", name)
+        if not match or match[3] not in table:
+            raise ValueError(f"{FAMILIES[kind]['class']} has no {name}: transformers has no class for this model")
+        block, layer, part, end = match.groups()
         theirs = f"{table[block]}{layer}.{table[part]}{end}" if block else table[part] + end
         found.setdefault(theirs, []).append(name)
     return found

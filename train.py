@@ -442,8 +442,9 @@ def setup(config, world, micro_batch):
         f"tokenizer {run.note['tokenizer']} of {fields.vocab_size:,}")
     say(f"model     {config.init_from or config.model or 'nano'}: {run.raw.num_params():,} parameters, "
         f"{fields.n_layer} layers x {fields.n_embd}, {why_backend}")
-    say(f"batch     {config.batch_size} sequences = {world.data_size} processes x {run.accumulation} micro-batches x "
-        f"{micro_batch}, each of {fields.seq_len} tokens")
+    ranks = f"{world.data_size} processes" if config.tp == 1 else f"{world.data_size} groups of {config.tp} processes"
+    say(f"batch     {config.batch_size} sequences = {ranks} x {run.accumulation} micro-batches x {micro_batch}, each "
+        f"of {fields.seq_len} tokens")
     kind = next(name for name, known in DTYPES.items() if known == dtype)
     say(f"machine   {world.size} x {world.device.type}, {kind} ({why_dtype}), compile {why_compile}, "
         f"peak {peak / 1e12:.2f} TFLOP/s ({source})")
@@ -454,7 +455,7 @@ def setup(config, world, micro_batch):
 
 def prepare_out(run):
     """Make --out what a run at `run.step` leaves: an earlier run renamed, or what came after this step removed."""
-    config, out = run.config, Path(run.config.out).resolve()
+    config, out = run.config, Path(os.path.realpath(run.config.out))
     # With --resume never the earlier run is renamed, now that all else is known to be right.
     if config.resume == "never" and ((out / "config.json").exists() or (out / "checkpoints").exists()):
         for path in map(Path.absolute, map(Path, (".", config.data, config.init_from or "."))):
@@ -611,12 +612,13 @@ def report(run, pending):
 
 def save(run, step):
     """Write a checkpoint of `step`; all else that a resumed run needs follows from the step."""
-    extra, start = dict(run.note, scaler=run.scaler.state_dict(), tokens=step * run.step_tokens), timeit.default_timer()
+    start = timeit.default_timer()
+    extra = dict(run.note, scaler=run.scaler.state_dict(), tokens=step * run.step_tokens)
     with run.profiler.region("checkpoint"):
         guard(run, run.checkpointer.save, step, run.raw, run.optimizers, extra)
     if run.checkpointer.saved == step:
-        done, seconds = "begun" if run.config.async_save else "written", timeit.default_timer() - start
-        run.say(f"step {step}  checkpoint {done} in {seconds:.1f} s")
+        done = "begun" if run.config.async_save else "written"
+        run.say(f"step {step}  checkpoint {done} in {timeit.default_timer() - start:.1f} s")
 
 
 def guard(run, write, *args):
