@@ -650,9 +650,10 @@ def open_model(path, build):
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path} was saved by another version of this program: {error}") from None
     initial = initial and initial(model, path)  # names and shapes are known to fit before there is memory
-    model.to_empty(device="cpu")
-    for name, parameter in model.named_parameters() if initial else ():
-        parameter.copy_(initial(name))
+    state = {name: torch.empty(parameter.shape) for name, parameter in model.named_parameters()}
+    for name, tensor in state.items() if initial else ():
+        tensor.copy_(initial(name))
+    model.load_state_dict(state, assign=True)  # `to_empty` takes 0.3 s to import
     if initial is None:
         checkpointer.load(model, step=step)
     return model, extra

@@ -564,6 +564,8 @@ def main():
             change = None if found["fits"] else smallest_change(predict, config.gpus)
         except ValueError as error:  # flags that do not go together
             refuse(f"distributed.py: {error}", 2)
+        except KeyError as error:
+            refuse(f"distributed.py: {error} is in neither PLAN nor STATES, which have what the planner knows", 2)
         told = "" if config.batch_size else " (assumed: tell train.py, too)"
         print(f"{config.gpus} x {config.gpu}, {config.machine} in a machine, {found['batch']}{told}")
         print("gathered: 16-bit weights; block, root: gradients and what is recomputed where backward is; "

@@ -19,6 +19,7 @@ import contextlib
 import ctypes
 import dataclasses
 import difflib
+import gc
 import json
 import math
 import os
@@ -29,16 +30,6 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Literal, get_args, get_origin, get_type_hints
 
-import torch
-
-import checkpoint
-import data
-import distributed
-import profile
-from attention import pick_backend
-from data import require
-from model import GPT, PRESETS, ModelConfig
-
 
 @dataclasses.dataclass
 class TrainConfig:
@@ -46,7 +37,8 @@ class TrainConfig:
     data: Annotated[str, "folder of token shards from data.py; one named stdlib prepares itself",
                     "what is read and written, and the network"] = "data/stdlib"  # a third text begins a part of --help
     out: Annotated[str, "folder of the run: config, metrics, checkpoints"] = "out"
-    model: Annotated[Literal[tuple(PRESETS)], "preset, by default nano; the next flags change single fields"] = None
+    model: Annotated[Literal["nano", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "llama-3.2-1b", "llama-3.1-8b",
+                             "qwen3-0.6b"], "preset, by default nano; the next flags change single fields"] = None
     n_layer: Annotated[int | None, "blocks"] = None
     n_head: Annotated[int | None, "query heads"] = None
     n_kv_head: Annotated[int | None, "key/value heads, for grouped-query attention"] = None
@@ -132,8 +124,6 @@ class TrainConfig:
 NANOGPT = {"--block_size": "--seq_len", "--max_iters": "--steps", "--learning_rate": "--lr", "--out_dir": "--out",
            "--gradient_accumulation_steps": "--micro_batch", "--dataset": "--data", "--eval_interval": "--eval_every",
            "--decay_lr": "--schedule", "--min_lr": "--schedule", "--lr_decay_iters": "--steps"}
-# Names of --dtype, in messages, too.
-DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
 
 def parse_args(kind, prog, argv=None):
@@ -178,12 +168,30 @@ def parse_args(kind, prog, argv=None):
         parser.error(str(error))
 
 
+if __name__ == "__main__" and sys.argv[1:] in (["--help"], ["-h"]):
+    parse_args(TrainConfig, "train.py")  # prints it, and ends: what is imported from here on takes more than a second
+
+import torch
+
+import checkpoint
+import data
+import distributed
+import profile
+from attention import pick_backend
+from data import require
+from model import GPT, PRESETS, ModelConfig
+
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
 @contextlib.contextmanager
 def command(kind, prog, *mistakes, argv=None):
     """Context of a program other than training -> its parsed command line.
 
     ValueError, OSError, ImportError and what else are `mistakes` of its user are one line, and exit code 1.
     """
+    gc.freeze()  # or Python's end would look through all that torch's import has made, for 0.3 s
     try:
         yield parse_args(kind, prog, argv)
         print(end="", flush=True)
@@ -281,11 +289,12 @@ def build_optimizer(model, config, peak, dtype):
 
 
 def pick_dtype(name, device):
-    """(torch dtype of the matrix products, why). By default bf16 where it is fast, else fp32."""
+    """(torch dtype of the matrix products, its name and why it). By default bf16 where it is fast, else fp32."""
     if name != "auto":
-        return DTYPES[name], "as asked"
+        return DTYPES[name], f"{name} (as asked)"
     fast = faster_in_bf16() if device.type == "cpu" else torch.cuda.is_bf16_supported(including_emulation=False)
-    return (torch.bfloat16, "fast here") if fast else (torch.float32, f"bf16 is not fast on this {device.type}")
+    return (torch.bfloat16, "bf16 (fast here)") if fast else (
+        torch.float32, f"fp32 (bf16 is not fast on this {device.type})")
 
 
 def faster_in_bf16():
@@ -445,8 +454,7 @@ def setup(config, world, micro_batch):
     ranks = f"{world.data_size} processes" if config.tp == 1 else f"{world.data_size} groups of {config.tp} processes"
     say(f"batch     {config.batch_size} sequences = {ranks} x {run.accumulation} micro-batches x {micro_batch}, each "
         f"of {fields.seq_len} tokens")
-    kind = next(name for name, known in DTYPES.items() if known == dtype)
-    say(f"machine   {world.size} x {world.device.type}, {kind} ({why_dtype}), compile {why_compile}, "
+    say(f"machine   {world.size} x {world.device.type}, {why_dtype}, compile {why_compile}, "
         f"peak {peak / 1e12:.2f} TFLOP/s ({source})")
     begin = f", resumed at step {run.step}" if run.step else f" from {config.init_from or 'scratch'}"
     say(f"optimizer {config.optimizer}, peak lr {run.peak_lr:.2e}, {config.schedule}; {config.steps} steps{begin}")
@@ -509,7 +517,8 @@ def open_run(run):
                          "tokenizer": note["tokenizer"],
                          "tokens to train on": note.get("train_tokens", run.dataset.tokens)}
                          for note in (run.checkpointer.read_extra(step), run.note))
-        except (KeyError, TypeError) as error:
+            old_rate, new_rate = (learning_rate(step, SimpleNamespace(**flags), 1.0) for flags in (then, now))
+        except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"{config.out} was saved by another version of this program: {error}") from None
         changed = [name for name in now if then.get(name) != now[name] and name not in ("resume", "out")]
         fixed = {"tokenizer", "tokens to train on", "optimizer", *run.note["model"]}.intersection(changed)
@@ -518,6 +527,8 @@ def open_run(run):
         for name in changed:
             old, new = ("default" if values.get(name) is None else values[name] for values in (then, now))
             run.say(f"note      since the checkpoint, --{name} {old} is now {new}")
+        if new_rate > 1.5 * old_rate:
+            run.say(f"note      the learning rate had come to {old_rate:.0%} of its peak, it goes on at {new_rate:.0%}")
     return step
 
 
