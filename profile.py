@@ -412,7 +412,7 @@ def main():
                 train.distributed.refuse(f"profile.py: --{name} has no effect on one process's step: drop it", 2)
         world = train.distributed.World(train.distributed.find_device(config.device), writer=False)
         dtype, why_dtype = train.pick_dtype(config.dtype, world.device)
-        compiled, why_compiled = train.pick_compile(config, world.device, None)
+        compiled, why_compiled = train.pick_compile(config, world, None)
         print(f"rows beside fp32: {why_dtype}; compiled rows: {why_compiled}", file=sys.stderr)
         others, usual = [], model.loss_chunks
         for compiled, dtype, recompute, chunked in itertools.product(

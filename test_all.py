@@ -68,6 +68,7 @@ Skip = unittest.SkipTest  # pytest knows it, too
 
 # ---- helpers ---------------------------------------------------------------------------------------------------------
 
+ONE = distributed.World(torch.device("cpu"))  # process
 SHAPES = {
     "llama": dict(norm="rmsnorm", position="rope", mlp="swiglu", qk_norm=True),
     "gpt2": dict(norm="layernorm", position="learned", mlp="gelu", bias=True),
@@ -683,7 +684,7 @@ def test_slow_masks_leave_two_compiled_graphs():
 
 def test_slow_flex_compiled_on_a_cpu():
     """What runs on CUDA outside a compiled model, as far as a CPU can: block mask and kernel by inductor, forward."""
-    if not train_file.pick_compile(TrainConfig(compile="on"), torch.device("cpu"), None)[0]:
+    if not train_file.pick_compile(TrainConfig(compile="on"), ONE, None)[0]:
         raise Skip("torch.compile needs a C++ compiler")
     plain, fused = (tiny(backend, window=4, doc_start=7, softcap=2.0) for backend in ("reference", "flex"))
     with torch.no_grad(), mock.patch.object(attention, "fused", lambda function, device: attention.compiled(function)):
@@ -695,7 +696,7 @@ def test_slow_flex_compiled_on_a_cpu():
 
 def test_slow_compiled_by_inductor():
     """The same through the C++ (or Triton) code that training runs."""
-    if not train_file.pick_compile(TrainConfig(compile="on"), torch.device("cpu"), None)[0]:
+    if not train_file.pick_compile(TrainConfig(compile="on"), ONE, None)[0]:
         raise Skip("torch.compile needs a C++ compiler")
     test_compiled_equals_eager_without_graph_breaks("inductor", ("llama", "window", "document", "masked", "prefix"))
 
@@ -1010,7 +1011,14 @@ def test_wrong_input_to_training_is_one_line():
 def test_a_fallback_says_so_once_with_its_reason():
     """Law 8: eager instead of compiled, the reference instead of SDPA, fp32 instead of bf16."""
     config = TrainConfig(compile="on", tp=2, activation_checkpoint="block")
-    assert "take --sdpa math" in train_file.pick_compile(config, torch.device("cpu"), "flash")[1]
+    assert "take --sdpa math" in train_file.pick_compile(config, ONE, "flash")[1]
+    ddp = distributed.World(torch.device("cpu"), mesh=SimpleNamespace(mesh_dim_names=("replicate",)))
+    config = TrainConfig(compile="on", activation_checkpoint="selective")
+    for version, world, told in ("2.12.1", ddp, True), ("2.13.0", ddp, False), ("2.12.1", ONE, False):
+        with mock.patch.object(torch, "__version__", torch.torch_version.TorchVersion(version)), \
+                mock.patch.object(shutil, "which", lambda name: name):
+            compiled, why = train_file.pick_compile(config, world, None)
+        assert compiled and ("keeps no more" in why) == told, (version, why)
     with folder() as d, mock.patch.object(shutil, "which", lambda name: None), \
             mock.patch.object(train_file, "faster_in_bf16", lambda: False):
         data.prepare([model_file.__file__], d / "data")
@@ -3368,7 +3376,7 @@ def run_steps(world, shape, tied, steps=3, accumulation=2, optimizer="adamw", dt
 @lru_cache(maxsize=None)
 def alone(shape, tied, **options):
     """The one-process run that the others must equal."""
-    return run_steps(distributed.World(torch.device("cpu")), shape, tied, accumulation=1, **options)
+    return run_steps(ONE, shape, tied, accumulation=1, **options)
 
 
 def torchrun(processes, *arguments, timeout=240):
@@ -3434,7 +3442,7 @@ def check_layouts(processes, layouts, runs, tolerances=None):
 
 def test_one_process_moves_every_parameter():
     for shape, tied in itertools.product(SHAPES, (True, False)):
-        now = run_steps(distributed.World(torch.device("cpu")), shape, tied, accumulation=4)
+        now = run_steps(ONE, shape, tied, accumulation=4)
         assert not now["still"] and difference(now, alone(shape, tied)) < 1e-4
 
 
@@ -3497,7 +3505,7 @@ def test_slow_law_1_ten_steps_of_nano_in_every_layout():
     """1 x 16, 1 x 4, and 2 and 4 processes, every shape: losses, norms and validation losses of ten steps."""
     runs = with_options(EVERY_SHAPE, nano=True, steps=10)
     for shape, tied, options in runs:
-        now = run_steps(distributed.World(torch.device("cpu")), shape, tied, accumulation=4, **options)
+        now = run_steps(ONE, shape, tied, accumulation=4, **options)
         assert difference(now, alone(shape, tied, **options)) < 1e-4
     check_layouts(2, TWO, runs)
     check_layouts(4, FOUR, runs[::3])  # one of each family, one tied: all four take 100 s more
@@ -3643,7 +3651,7 @@ def test_checkpointed_blocks_recompute_what_they_should():
     tokens = torch.arange(17)[None]
     for policy in "none", "selective", "block":
         raw = meta(shaped("llama", True))
-        world = distributed.World(torch.device("cpu"))
+        world = ONE
         model = distributed.parallelize(raw, world, seed=1, activation_checkpoint=policy)
         loss = model(tokens[:, :-1], tokens[:, 1:])
         with Products() as products:

@@ -317,15 +317,19 @@ def keep_memory():
         libc.mallopt(-1, 2 ** 31 - 1)  # M_TRIM_THRESHOLD
 
 
-def pick_compile(config, device, backend):
+def pick_compile(config, world, backend):
     """(whether to compile, why not). Without a C++ compiler torch.compile fails only at the model's first call."""
-    if config.compile == "off" or config.compile == "auto" and device.type != "cuda":
+    kind, selective = world.device.type, config.activation_checkpoint == "selective"
+    if config.compile == "off" or config.compile == "auto" and kind != "cuda":
         return False, "off" if config.compile == "off" else "off by default without CUDA"
-    if (config.tp > 1, config.activation_checkpoint, device.type, backend) == (True, "block", "cpu", "flash"):
+    if (config.tp > 1, config.activation_checkpoint, kind, backend) == (True, "block", "cpu", "flash"):
         # It takes the mesh among a recomputed block's saved values for a tensor, after flash's random state.
         return False, "off: torch 2.13 fails on --tp, block checkpoints and a CPU's flash: take --sdpa math"
     if not any(map(shutil.which, [os.environ.get("CXX", "g++"), "clang++", "cl"])):
         return False, "off: it needs a C++ compiler and found none, install g++"
+    if selective and torch.__version__ < "2.13" and world.has("replicate") and not config.fsdp:
+        # DDP's buckets cut the graph, and what is to be kept is not handed on to the pieces.
+        return True, "on, but with DDP torch before 2.13 keeps no more than block checkpoints do: take --fsdp"
     return True, "on"
 
 
@@ -418,7 +422,7 @@ def setup(config, world, micro_batch):
     agree = run.checkpointer.agree  # on rank 0's: each process measures for itself, with another result perhaps
     dtype, why_dtype = agree(pick_dtype(config.dtype, world.device))
     backend, why_backend = agree(pick_backend(config.attention, config.sdpa, fields, world.device, dtype, micro_batch))
-    compiled, why_compile = agree(pick_compile(config, world.device, backend))
+    compiled, why_compile = agree(pick_compile(config, world, backend))
     # Shapes alone until the model is sharded: no process ever holds more than its share, and then the weights come.
     with torch.device("meta"):
         run.raw = GPT(fields, backend)
