@@ -491,8 +491,7 @@ def hf_config(fields):
     if kind == "gpt2":
         config |= dict(activation_function="gelu" if fields["mlp"] == "gelu_exact" else "gelu_new", attn_pdrop=0.0)
     if scaling := config.get("rope_scaling"):  # transformers warns of a context too short to need it
-        stretched = int(scaling["factor"] * scaling["original_max_position_embeddings"])
-        config["max_position_embeddings"] = max(fields["seq_len"], stretched)
+        config["max_position_embeddings"] = max(fields["seq_len"], scaling["original_max_position_embeddings"] + 1)
     return config | {"model_type": kind, "architectures": [family["class"]]}
 
 
