@@ -24,6 +24,7 @@ from typing import Annotated, Literal
 
 import torch
 import torch.distributed as dist
+from safetensors.torch import load_file, save_file
 
 # torch.distributed.checkpoint takes 1.5 s to import, so the functions that need it import it.
 
@@ -559,8 +560,6 @@ def read_hf(path):
     The tensors are mapped into memory: they are read, and cost memory, when they are copied from. ValueError names the
     file. nanoGPT's GELU is the exact one, as it has been there since June 2023.
     """
-    from safetensors.torch import load_file
-
     path = file = Path(path)
     if not path.exists():
         raise ValueError(f"{path} does not exist: expected a run of train.py, to sample from or export, a Hugging Face "
@@ -665,8 +664,6 @@ def export_hf(model, fields, folder, dtype=torch.float32, shard_bytes=5 * 10 ** 
     fields: ModelConfig as a dict; eot: id of the token between texts; files: {name: JSON content} more, such as the
     tokenizer's. ValueError if transformers has no class for this model or `dtype` not its numbers.
     """
-    from safetensors.torch import save_file
-
     config, state = hf_config(fields), {name: parameter for parameter, name in parameter_names(model).items()}
     kind = config["model_type"]
     with new_folder(folder) as folder:
