@@ -313,6 +313,8 @@ class Checkpointer:
         temporary.rename(self.folder(step))
         flush(self.root)
         self.prune(step)
+        if self.asynchronous:  # else its caller knows
+            tell(f"step {step}  checkpoint complete")
 
     def prune(self, step):
         """Keep the newest up to `step` and the milestones; later ones belong to a run resumed from further back."""
@@ -634,6 +636,8 @@ def open_model(path, build):
     if re.fullmatch(r"step_\d{8,}", folder.name) and not (folder / "config.json").exists():
         checkpointer.root, step = folder.parent, int(folder.name[5:])
     extra, initial = checkpointer.read_extra(step), None
+    if extra is None and Path(path, "metrics.jsonl").exists():
+        raise ValueError(f"{path} is a run that has no checkpoint yet")
     if extra is None:
         fields = read_hf(path)[1]
         known = "gpt2" if fields["vocab_size"] in (50257, 50304) else None  # 50304: as nanoGPT rounds it up
@@ -766,7 +770,7 @@ def main():
             size = int(config.max_shard_size[:-2]) * 1000 ** ("KMG".index(config.max_shard_size[-2]) + 1)
             files = data.hf_tokenizer(tokenizer) if tokenizer else {}
             export_hf(model, fields, out, DTYPES[config.dtype], size, tokenizer and tokenizer.eot_token, files)
-        print(f"{out} is written: try python model.py {out}")
+        print(f"{out} is written" + f": try python model.py {out}" * bool(extra["tokenizer"]))
 
 
 if __name__ == "__main__":

@@ -135,7 +135,7 @@ def read_hf_tokenizer(folder):
                  if word not in special}
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise ValueError(f"{folder}/tokenizer.json is no byte-level BPE, as tiktoken's all are: {error!r}") from None
-    return tiktoken.Encoding(str(folder), pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+    return tiktoken.Encoding(os.path.abspath(folder), pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
 
 
 # ---- sources -> documents --------------------------------------------------------------------------------------------
@@ -159,7 +159,7 @@ def find_files(sources):
         require(texts, f"{source} has no table and no text in UTF-8, which has no NUL bytes and is no PDF: convert it "
                        "(iconv -f utf-16 -t utf-8, pdftotext)")
         if left_out := sorted(set(inside).difference(texts)):
-            print(f"{source}: {len(texts)} text files; left out are {len(left_out)} binary ones, as {left_out[0]}")
+            print(f"{source}: {len(texts)} text files; left out are {len(left_out)} binary ones, such as {left_out[0]}")
         files += texts
     return files
 
@@ -185,7 +185,7 @@ def is_text(source):
 
 
 def is_table(source):
-    """Whether each row is a document, by the name."""
+    """Whether each row is a document, by the name: what `open_table` knows."""
     return str(source).startswith("hf:") or str(source).endswith((".jsonl", ".jsonl.gz", ".parquet"))
 
 
@@ -213,7 +213,7 @@ def read_table(source, key):
         for row in open_table(source):
             text = row.get(key) if isinstance(row, dict) else None
             if not isinstance(text, str):
-                raise ValueError(f"no text under {key} (see --text_key, --prompt_key) in {str(row)[:200]}")
+                raise ValueError(f"no text under {key} (--text_key, --prompt_key, --response_key) in {str(row)[:200]}")
             # JSON can hold half a character (\ud800), which no tokenizer takes: it becomes "?"
             yield text.encode("utf-8", "replace").decode("utf-8")
             number += 1
@@ -327,7 +327,7 @@ def prepare(sources, out, **options):
     keys = [config.prompt_key, config.response_key] if config.prompt_key else [config.text_key]
     out = Path(out).resolve()  # a link may lead to another disk, and `stage` has to be on the same one
     if out.exists() and not (out.is_dir() and not any(out.iterdir())):
-        raise FileExistsError(f"{out} exists and is left as it is: remove it, or choose another --out")
+        raise FileExistsError(f"{out} exists and is left as it is: choose another --out")
     files = find_files(sources)
     require(not config.prompt_key or all(map(is_table, files)), "--prompt_key needs rows: .jsonl[.gz], .parquet or hf:")
     for file, key in itertools.product(filter(is_table, files), keys):
@@ -460,10 +460,15 @@ class TokenDataset:
         name = re.compile(rf"(.*[^a-z])?{split}[^a-z](?!(.*[^a-z])?(train|val)[^a-z]).*")
         paths = sorted(path for path in Path(folder).glob("*.bin") if name.fullmatch(path.name))
         if not paths:
+            exists = os.path.exists(folder)
+            near = [str(path.parent) for path in (Path(folder) if exists else Path(folder).parent).glob("*/meta.json")]
+            what = f"has no *{split}*.bin" if exists else "does not exist"
             # Text, or a folder of it, cannot be made a data set where it is.
-            source, out = (folder, "data/mine") if os.path.exists(folder) else ("SOURCE", folder)
-            raise FileNotFoundError(f"{folder} has no *{split}*.bin: python data.py {source} --out {out} prepares one, "
-                                    "and with --val_fraction above 0 both splits")
+            source, out = (folder, "data/mine") if exists else ("SOURCE", folder)
+            todo = f"python data.py {source} --out {out} prepares one"
+            if meta or any(Path(folder).glob("*.bin")):
+                todo = "prepare its source again, with --val_fraction above 0"
+            raise FileNotFoundError(f"{folder} {what}: {todo}" + f"; there are {', '.join(near)}" * bool(near))
         self.shards = [open_shard(path, header) for path in paths]
         self.meta = (LLM_C[self.shards[0][1]] if header else dict.fromkeys(("tokenizer", "vocab_size", "eot"))) | meta
         vocab, counts = self.meta["vocab_size"], [tokens for *_, tokens in self.shards]
@@ -555,8 +560,9 @@ def batches(dataset, step, batch_size, micro_batch, rank=0, world=1, device="cpu
     """Endless iterator of (x, y), int64 (micro_batch, T) on `device`, from the first micro-batch of `step` on.
 
     Step s is windows [s * batch_size, (s + 1) * batch_size) of the stream whatever the layout; ranks and micro-steps
-    only divide it. `batch_size` is global, in windows a step. `workers`: processes that read ahead, None for two beside
-    a GPU and none on a CPU, where this process reads faster than they deliver.
+    only divide it. `dataset` is a TokenDataset, or has its `__getitems__`. `batch_size` is global, in windows a step.
+    `workers`: processes that read ahead, None for two beside a GPU and none on a CPU, where this process reads faster
+    than they deliver.
     """
     cuda = torch.device(device).type == "cuda"
     share = batch_size // world  # consecutive, so that the ranks' shares one after another are the global batch
@@ -609,9 +615,10 @@ def main():
 
     with command(DataConfig, "data.py") as config:
         meta = prepare(**vars(config))
+        model = " --init_from DIR, a model in Hugging Face's form" * bool(config.prompt_key)
         print(f"{config.out}: {meta['train_tokens']:,} train and {meta['val_tokens']:,} val tokens "
               f"({meta['tokenizer']}, {meta['vocab_size']:,} ids)\nnext: python train.py --data {config.out} --out "
-              f"{Path('out', Path(config.out).name)}")
+              f"{Path('out', Path(config.out).name)}{model}")
 
 
 if __name__ == "__main__":

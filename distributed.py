@@ -77,7 +77,7 @@ class World:
 
 
 def setting(name, default=0):
-    """One of the numbers that torchrun hands to its processes, all of which are read here alone."""
+    """One of the numbers that torchrun (and Slurm) hand to their processes, all of which are read here alone."""
     return int(os.environ.get(name, default))
 
 
@@ -123,11 +123,12 @@ def find_device(name="auto"):
     return torch.device(name, setting("LOCAL_RANK")) if name == "cuda" else torch.device(name)
 
 
-def start(device="auto", fsdp=False, replicas=1, tp=1, timeout=None, **sizes):
+def start(device="auto", fsdp=False, replicas=1, tp=1, timeout=None, flags=None, **sizes):
     """Join the processes that torchrun started (without torchrun: be one process) -> World.
 
-    `timeout`: seconds after which a collective that some process has not joined fails, by default 600. `sizes`: see
-    `layout`. Everything is checked before the process group is awaited; raises ValueError.
+    `timeout`: seconds after which a collective that some process has not joined fails, by default 600. `flags`: what
+    all must have alike, see `same`. `sizes`: see `layout`. All else is checked before the process group is awaited;
+    raises ValueError.
     """
     shape, device = layout(fsdp, replicas, tp, timeout=timeout, **sizes), find_device(device)
     if not shape:
@@ -139,9 +140,23 @@ def start(device="auto", fsdp=False, replicas=1, tp=1, timeout=None, **sizes):
     store, rank, size = meet(timeout)
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=rank, world_size=size,
                             timeout=timedelta(seconds=timeout), device_id=device if cuda else None)
+    same(flags or {})
     world = connect(shape, device)
+    for group in map(world.mesh.get_group, shape):  # those of several dimensions would wait half an hour
+        dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout), group)
     stand_together(world, store)
     return world
+
+
+def same(values):
+    """ValueError, on all processes, unless `values`, a dict, is the same on all; without a process group it is."""
+    everyone = [values] * (dist.get_world_size() if dist.is_initialized() else 1)
+    if dist.is_initialized():
+        dist.all_gather_object(everyone, values)
+    for rank, others in enumerate(everyone):
+        if odd := next((name for name in others if others[name] != everyone[0][name]), None):
+            raise ValueError(f"{odd} is {everyone[0][odd]} on process 0 and {others[odd]} on process {rank}: "
+                             "start all machines alike")
 
 
 def meet(timeout):
@@ -193,8 +208,13 @@ def stand_together(world, store):
     world.entered.callback(stopped.set)
 
     def leave(*error):
-        if error:
+        first = True
+        with suppress(RuntimeError):  # the store may have gone with its process
+            first = not error or store.add("errors", 1) == 1
+        if error and first:
             show(*error)
+        elif error:  # most likely a consequence, as a closed connection is
+            print(f"{name} ends, too: {str(error[1]).partition(chr(10))[0]}", file=sys.stderr, flush=True)
         if not stopped.is_set():
             with suppress(RuntimeError):  # the store may have gone with its process
                 store.set("ended", name)
@@ -305,13 +325,15 @@ def tensor_parallel(raw, world):
         for style in styles.get(PLAN.get(name.rpartition(".")[2]), []):
             parallel.parallelize_module(module, mesh, style)
     if name := next((name for name, p in raw.named_parameters() if not hasattr(p, "placements")), None):
-        raise ValueError(f"--tp: {name} is of a module that has no row in distributed.PLAN: add one")
+        raise ValueError(f"--tp: {name} is of a module that has no row in distributed.PLAN: add one (a bare parameter "
+                         'needs a module of its own; row "heads" is for what works on (B, T, H, D))')
     heads = raw.config.n_head // mesh.size()
-    raw.heads = range(mesh.get_local_rank() * heads, (mesh.get_local_rank() + 1) * heads)  # for rules that ask for them
+    for block in raw.blocks:  # for rules and formulas that ask for them
+        block.attn.heads = range(mesh.get_local_rank() * heads, (mesh.get_local_rank() + 1) * heads)
     # Not the collective's pending result: a compiled block that is given one fails in backward (torch 2.13).
     raw.embed.register_forward_hook(lambda module, inputs, output: output.clone())
     # The caller gets a plain tensor again; a copy, because FSDP2 warns of views.
-    raw.register_forward_hook(lambda module, inputs, output: output.full_tensor().clone())
+    raw.register_forward_hook(lambda module, inputs, output: whole(output).clone())
 
 
 def checkpoint_activations(block, selective):
@@ -370,7 +392,8 @@ def materialize(raw, device, seed):
     process ever holds more than one whole parameter.
     """
     if name := next((name for name, _ in raw.named_buffers()), None):
-        raise ValueError(f"{name} is a buffer, which nothing here fills: make it in forward, or a parameter")
+        raise ValueError(f"{name} is a buffer, which nothing here fills: make it in forward, or a parameter that "
+                         "GPT.initial has a rule for")
     raw.to_empty(device=device)
     for name, parameter in raw.named_parameters():
         parameter.copy_(share(raw.initial(name, seed), parameter))
@@ -446,20 +469,23 @@ def activation_bytes(block, policy, tp=1, stream=2):
 
     Matrix products and what they read are bf16; the residual `stream`, from which norms read, has 2 bytes or 4.
     """
-    linear = {name.rpartition(".")[2]: part for name, part in block.named_modules() if hasattr(part, "in_features")}
-    C, heads, hidden = linear["q"].in_features, linear["o"].in_features, linear["down"].in_features
-    columns = sum(part.out_features for name, part in linear.items() if PLAN[name] == "column")
+    linear = [(name.rpartition(".")[2], part) for name, part in block.named_modules() if hasattr(part, "in_features")]
+    C = dict(linear)["q"].in_features
+    heads, hidden = (sum(part.in_features for name, part in linear if name == of) for of in ("o", "down"))
+    gated = sum(part.out_features for name, part in linear if name == "gate")
+    columns = sum(part.out_features for name, part in linear if PLAN[name] == "column")
     if policy == "block":  # its input
         return stream * C / tp
     if policy == "selective":  # and what the matrix products and the attention made
         return stream * C / tp + 2 * (2 * C + (columns + heads) / tp)
     # Both norms' inputs and outputs (whole under tp), products, attention, the activation function, the gated product.
-    return 2 * stream * C / tp + 2 * (2 * C + (columns + heads + hidden * (1 + ("gate" in linear))) / tp)
+    return 2 * stream * C / tp + 2 * (2 * C + (columns + heads + hidden + gated) / tp)
 
 
 def plan(build, optimizers, gpus, fsdp=False, replicas=1, tp=1, micro_batch=1, seq_len=1024, reshard=True,
          activation_checkpoint="none", accumulation=1, gpu="H100", chunks=1, machine=8, **sizes):
-    """Predict a launch -> dict: memory and sent (bytes per GPU by purpose), seconds a step, mfu, tokens_per_s, fits.
+    """Predict a launch -> dict: memory and sent (bytes per GPU by purpose), what the seconds a step are `spent` on,
+    mfu, tokens_per_s, whether it fits, and the bytes `saved` in a checkpoint.
 
     `build()` makes the model, on the meta device, where it is sharded as the launch would, and `optimizers(model)` the
     list of its optimizers. Matrix products in bf16; parameters, gradients and moments in fp32; the loss in so many
@@ -513,18 +539,21 @@ def plan(build, optimizers, gpus, fsdp=False, replicas=1, tp=1, micro_batch=1, s
     # On each GPU Muon computes, five times, x x^T, its square and their product with x, of all its matrices x.
     flops_muon = sum(5 * (4 * rows ** 2 * columns + 2 * rows ** 3) for rows, columns in hidden)
     spent = {"model": flops * (4 / 3 if recomputed else 1) / (peak * 1e12 * EFFICIENCY),
-             "Muon": flops_muon / (peak * 1e12 * EFFICIENCY), "sent beside": waits["shard"] + waits["replicate"],
-             "sent between": waits["tp"]}  # prefetch hides the former behind the work, nothing hides tp's
-    seconds = max(spent["model"] + spent["Muon"], spent["sent beside"]) + spent["sent between"]
-    return dict(memory=memory, sent=sent, spent=spent, seconds=seconds, mfu=flops / seconds / (peak * 1e12),
-                tokens_per_s=tokens * accumulation * gpus / tp / seconds, fits=memory["peak"] < 0.92e9 * limit)
+             "Muon": flops_muon / (peak * 1e12 * EFFICIENCY), "sent meanwhile": waits["shard"] + waits["replicate"],
+             "tp waits": waits["tp"]}  # prefetch hides the former behind the work, nothing hides tp's
+    seconds = max(spent["model"] + spent["Muon"], spent["sent meanwhile"]) + spent["tp waits"]
+    saved = 4 * total + 4 * sum(STATES[name] * p.numel() for name, p in held)
+    return dict(memory=memory, sent=sent, spent=spent, saved=saved, seconds=seconds,
+                tokens_per_s=tokens * accumulation * gpus / tp / seconds, mfu=flops / seconds / (peak * 1e12),
+                fits=memory["peak"] < 0.92e9 * limit)
 
 
-def smallest_change(predict, gpus):
+def smallest_change(predict, gpus, micro_batch):
     """The fewest options to change (a dict) for `predict(**change)` to fit; None when none of those tried does."""
+    halves = [dict(micro_batch=micro_batch >> n) for n in range(1, micro_batch.bit_length())]  # they cost no time
     ladder = [("activation_checkpoint", "selective"), ("activation_checkpoint", "block"), ("fsdp", True),
               ("micro_batch", 1), ("tp", 2), ("tp", 4), ("tp", 8), ("gpus", 2 * gpus), ("gpus", 4 * gpus)]
-    for change in (dict(steps) for n in (1, 2, 3) for steps in combinations(ladder, n)):
+    for change in halves + [dict(steps) for n in (1, 2, 3) for steps in combinations(ladder, n)]:
         with suppress(ValueError):  # does not divide
             if predict(**change)["fits"]:
                 return change
@@ -557,25 +586,27 @@ def main():
         found = plan(partial(GPT, fields), build_optimizers, now.gpus, now.fsdp, now.replicas, now.tp, micro_batch,
                      fields.seq_len, now.reshard, now.activation_checkpoint, now.batch_size // ranks // micro_batch,
                      now.gpu, chunks, now.machine, n_head=fields.n_head, n_kv_head=fields.n_kv_head)
-        return dict(found, batch=f"--batch_size {now.batch_size} --micro_batch {micro_batch}")
+        return dict(found, micro_batch=micro_batch, batch_size=now.batch_size)
     with train.command(PlanConfig, "distributed.py") as config:
         try:
             found = predict()
-            change = None if found["fits"] else smallest_change(predict, config.gpus)
+            change = None if found["fits"] else smallest_change(predict, config.gpus, found["micro_batch"])
         except ValueError as error:  # flags that do not go together
             refuse(f"distributed.py: {error}", 2)
         except KeyError as error:
-            refuse(f"distributed.py: {error} is in neither PLAN nor STATES, which have what the planner knows", 2)
+            refuse(f"distributed.py: {error} is no optimizer in STATES, or no product of PLAN: the planner needs it", 2)
         told = "" if config.batch_size else " (assumed: tell train.py, too)"
-        print(f"{config.gpus} x {config.gpu}, {config.machine} in a machine, {found['batch']}{told}")
+        print(f"{config.gpus} x {config.gpu}, {config.machine} in a machine, --batch_size {found['batch_size']} "
+              f"--micro_batch {found['micro_batch']}{told}")
         print("gathered: 16-bit weights; block, root: gradients and what is recomputed where backward is; "
               "the peak is less than the sum, for not all are there at once\nsharded gradients are whole while "
-              "micro-batches accumulate; each GPU does all of Muon's work; what is sent beside costs what exceeds both")
+              "micro-batches accumulate; each GPU does all of Muon's work; what is sent meanwhile is hidden behind it")
         for unit, purposes, scale in (("GB per GPU", found["memory"], 1e9), ("s a step", found["spent"], 1),
                                       ("GB sent per GPU and step", found["sent"], 1e9)):
             for purpose, n in purposes.items():
-                print(f"{purpose:12s} {n / scale:9.3f} {unit}")
-        print(f"{'step':12s} {found['seconds']:9.3f} s: {found['tokens_per_s']:,.0f} tokens/s, MFU {found['mfu']:.0%}, "
+                print(f"{purpose:14s} {n / scale:9.3f} {unit}")
+        print(f"{'checkpoint':14s} {found['saved'] / 1e9:9.3f} GB on disk, for each one that is kept or being written")
+        print(f"{'step':14s} {found['seconds']:9.3f} s: {found['tokens_per_s']:,.0f} tokens/s, MFU {found['mfu']:.0%}, "
               f"if kernels reach {EFFICIENCY:.0%} of the peak")
         words = [f"--{name}" if value is True else f"--{name} {value}" for name, value in (change or {}).items()]
         print("fits" if found["fits"] else f"does not fit; the smallest change that does: {' '.join(words) or 'none'}",

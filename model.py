@@ -135,6 +135,7 @@ class Attention(nn.Module):
     def __init__(self, config, layer, backend):
         super().__init__()
         self.layer, self.backend, self.config = layer, backend, config
+        self.heads = range(config.n_head)  # those of this process: tensor parallelism leaves a share
         C, D = config.n_embd, config.head_dim
         # Three products, not one: tensor parallelism gives each process whole heads of each, and k, v may have fewer.
         self.q = nn.Linear(C, config.n_head * D, bias=config.bias)
@@ -154,7 +155,9 @@ class Attention(nn.Module):
         if cache is not None:
             k, v = cache.extend(f"k{self.layer}", k), cache.extend(f"v{self.layer}", v)  # (B, K, S, D)
         # With a cache SDPA or the reference computes it, whatever trained: a fork of the formula changes "auto", too.
-        y = attend(q.type_as(k), k, v, mask, "auto" if cache else self.backend, self.config.softcap)
+        # So it is with the mask of one batch's own rule where flash trains, which on CUDA takes none.
+        auto = cache or mask is not None and self.backend == "flash" and mask.is_cuda
+        y = attend(q.type_as(k), k, v, mask, "auto" if auto else self.backend, self.config.softcap)
         return self.o(y.type_as(q).transpose(1, 2).flatten(2))  # (B, T, C)
 
 
@@ -254,7 +257,6 @@ class GPT(nn.Module):
     def __init__(self, config, backend="auto"):
         super().__init__()
         self.config, self.backend = config, backend
-        self.heads = None  # the range that this process has, where tensor parallelism leaves a share
         self.embed = table(config.vocab_size, config.n_embd)
         self.position = table(config.seq_len, config.n_embd) if config.position == "learned" else None
         self.dropout = nn.Dropout(config.dropout)
@@ -262,7 +264,7 @@ class GPT(nn.Module):
         self.norm = make_norm(config)
         # Tied means there is no second parameter at all: nothing that wrapping, moving or loading could untie.
         self.head = None if config.tied else nn.Linear(config.n_embd, config.vocab_size, bias=False)
-        # No buffers: `to_empty` on a model built on the meta device would leave garbage in them.
+        # No buffers and no other tensors: on the meta device they have no content, and `to_empty` leaves garbage.
 
     def initial(self, name, seed):
         """Initial value of parameter `name`: a whole fp32 CPU tensor that depends on (seed, name), not on the layout.
@@ -277,6 +279,8 @@ class GPT(nn.Module):
             return torch.ones(shape) if kind[-1] == "weight" else torch.zeros(shape)
         if kind[-1] == "bias" or kind[0] in ("o", "down"):
             return torch.zeros(shape)
+        if kind[0] not in ("embed", "head", "position", "q", "k", "v", "gate", "up"):
+            raise ValueError(f"GPT.initial has no rule for {name}: add one, for what a module's __init__ sets is lost")
         std, C = 0.02, self.config.n_embd
         if kind[0] in ("embed", "head", "position"):
             std = min(std, 0.3 / math.sqrt(C), math.log(self.config.vocab_size) / (3 * C) if self.config.tied else std)
@@ -299,7 +303,8 @@ class GPT(nn.Module):
         past = cache or KVCache(0)
         index = torch.arange(past.length, past.length + tokens.size(1), device=tokens.device)[None]  # (1, T)
         origin = document_starts(tokens, index, self.config.doc_start, past)  # (B, T)
-        mask = model_mask(tokens, origin, self.config, "auto" if cache else self.backend, cache, rule, self.heads)
+        mask = model_mask(tokens, origin, self.config, "auto" if cache else self.backend, cache, rule,
+                          self.blocks[0].attn.heads)
         # The filler's would be negative: nobody sees it, but a table of positions must have its row.
         positions = (index - (origin if self.config.restart_positions else past.padding)).clamp(min=0)  # (1 or B, T)
         rope = self.rope(positions[:, None]) if self.position is None else None  # a pair of (1 or B, 1, T, D)
@@ -349,7 +354,7 @@ class GPT(nn.Module):
         window = min(self.config.window or seq_len, seq_len)
         keys = window - window ** 2 / (2 * seq_len)  # on average; the first `window` queries see half of it
         tables = {"position.weight"} | ({"embed.weight"} if self.head else set())  # looked up, not multiplied
-        matrices = sum(p.numel() for name, p in self.named_parameters() if p.dim() == 2 and name not in tables)
+        matrices = sum(p.numel() for name, p in self.named_parameters() if p.dim() > 1 and name not in tables)
         return 6 * matrices + 12 * self.config.n_layer * self.config.n_head * self.config.head_dim * keys
 
     @torch.no_grad()

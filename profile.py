@@ -72,8 +72,7 @@ def peak_flops(device, dtype, tflops=None):
 def synchronize(device):
     """Wait until an accelerator has done what was asked of it; a CPU has already."""
     import torch
-    if device.type != "cpu":
-        torch.accelerator.synchronize(device)
+    torch.get_device_module(device).synchronize()
 
 
 def peak_memory(device):
@@ -167,15 +166,16 @@ class Profiler:
             schedule = dict(SCHEDULE, warmup=4, active=1) if self.detail else SCHEDULE
             self.trace = tracer(schedule, self.finish, self.detail)  # the schedule starts it
             if self.device.type == "cuda":
-                torch.cuda.memory._record_memory_history(max_entries=100_000)
+                torch.cuda.memory._record_memory_history(stacks="python", max_entries=100_000)
 
     def __exit__(self, kind, error, traceback):
         if self.folder and self.device.type == "cuda":
             import torch
             torch.cuda.memory._dump_snapshot(str(self.folder / f"memory_rank{self.rank}.pickle"))
-        if kind and kind.__name__ == "OutOfMemoryError":
-            sys.exit(f"{error} Take a smaller --micro_batch, --activation_checkpoint block, or --fsdp; with --profile, "
-                     f"memory_rank{self.rank}.pickle shows what fills it")  # ends all, see distributed.stand_together
+            torch.cuda.memory._record_memory_history(enabled=None)
+        if kind and (kind.__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)):
+            sys.exit(f"{str(error).splitlines()[0]} Take a smaller --micro_batch, --activation_checkpoint block, or "
+                     f"--fsdp; with --profile, memory_rank{self.rank}.pickle shows what fills a GPU")  # this ends all
         if self.trace:
             self.trace.on_trace_ready = None  # what it has may be half a step
             self.trace.stop()

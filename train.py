@@ -25,7 +25,10 @@ import math
 import os
 import re
 import shutil
+import socket
 import sys
+import sysconfig
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Literal, get_args, get_origin, get_type_hints
@@ -103,6 +106,7 @@ class TrainConfig:
         for name in "data", "out", "init_from":
             require(getattr(self, name) != "", f"--{name} is empty, expected a path")
         require(not os.path.isfile(self.out), f"--out {self.out} is a file, expected a folder")
+        require(os.path.realpath(self.out) != os.path.realpath(self.data), f"--out and --data are both {self.out}")
         require(self.lr is None or 0 < self.lr < math.inf, f"--lr is {self.lr}, expected a positive number")
         require(self.resume in ("auto", "never") or self.resume.isdecimal(),
                 f"--resume is {self.resume!r}, expected auto, never or the number of a step")
@@ -158,10 +162,10 @@ def parse_args(kind, prog, argv=None):
     values, unknown = parser.parse_known_intermixed_args(argv)  # sources or a prompt may stand behind flags
     if unknown:
         name = unknown[0].split("=")[0]
-        known = list(parser._option_string_actions)
-        near = [option for option in known if option.startswith(name) and name.strip("-")] or (
-            difflib.get_close_matches(NANOGPT.get(name, name), known, n=1))
-        parser.error(f"unknown argument {unknown[0]}" + (f", did you mean {near[0]}?" if near else ""))
+        known = [option[2:] for option in parser._option_string_actions if option[:2] == "--"]
+        near = [option for option in known if option.startswith(name.lstrip("-") or " ")] or (
+            difflib.get_close_matches(NANOGPT.get(name, name)[2:], known, n=1, cutoff=0.7))
+        parser.error(f"unknown argument {unknown[0]}" + (f", did you mean --{near[0]}?" if near else ""))
     try:
         return kind(**vars(values))
     except ValueError as error:
@@ -271,10 +275,11 @@ def build_optimizer(model, config, peak, dtype):
 
     One learning rate is set in all of their groups at each step, see `update`.
     """
-    # Muon is for matrices that map activations to activations; embedding and head map from and to ids.
-    hidden = [p for name, p in model.named_parameters() if p.dim() == 2 and name.startswith("blocks.")]
-    others = [p for name, p in model.named_parameters() if p.dim() > 1 and (p.dim() > 2 or name[:7] != "blocks.")]
-    vectors = [p for p in model.parameters() if p.dim() < 2]
+    hidden, others, vectors = [], [], []
+    for name, p in model.named_parameters():
+        # Muon is for matrices that map activations to activations; embedding and head map from and to ids.
+        wide, within = sum(size > 1 for size in p.shape) > 1, p.dim() == 2 and name.startswith("blocks.")
+        (vectors if not wide else hidden if within else others).append(p)
     decayed = others if config.optimizer == "muon" else others + hidden
     groups = [dict(params=decayed), dict(params=vectors, weight_decay=0.0)]
     options = dict(lr=peak, weight_decay=config.weight_decay)
@@ -319,7 +324,7 @@ def keep_memory():
 
 def pick_compile(config, world, backend):
     """(whether to compile, why not). Without a C++ compiler torch.compile fails only at the model's first call."""
-    kind, selective = world.device.type, config.activation_checkpoint == "selective"
+    kind = world.device.type
     if config.compile == "off" or config.compile == "auto" and kind != "cuda":
         return False, "off" if config.compile == "off" else "off by default without CUDA"
     if (config.tp > 1, config.activation_checkpoint, kind, backend) == (True, "block", "cpu", "flash"):
@@ -327,7 +332,10 @@ def pick_compile(config, world, backend):
         return False, "off: torch 2.13 fails on --tp, block checkpoints and a CPU's flash: take --sdpa math"
     if not any(map(shutil.which, [os.environ.get("CXX", "g++"), "clang++", "cl"])):
         return False, "off: it needs a C++ compiler and found none, install g++"
-    if selective and torch.__version__ < "2.13" and world.has("replicate") and not config.fsdp:
+    if not Path(sysconfig.get_path("include"), "Python.h").exists():
+        return False, "off: it needs Python.h and found none, install python3-dev"
+    if config.activation_checkpoint == "selective" and world.has("replicate") and (
+            not config.fsdp and torch.__version__ < "2.13"):
         # DDP's buckets cut the graph, and what is to be kept is not handed on to the pieces.
         return True, "on, but with DDP torch before 2.13 keeps no more than block checkpoints do: take --fsdp"
     return True, "on"
@@ -363,8 +371,8 @@ def write_metrics(run, rows):
     All of them or none: what a full disk refuses waits for the next call.
     """
     for row in rows if run.world.writer else ():
-        known = {name: value for name, value in row.items() if value is not None and math.isfinite(value)}
-        run.unwritten += json.dumps({name: known.get(name) for name in row}).encode() + b"\n"
+        known = {name: value for name, value in row.items() if isinstance(value, int | float) and math.isfinite(value)}
+        run.unwritten += json.dumps({"step": row["step"]} | {name: known.get(name) for name in row}).encode() + b"\n"
     if run.unwritten:
         path = Path(run.config.out, "metrics.jsonl")
         with open(path, "ab", buffering=0) as file:
@@ -375,7 +383,7 @@ def write_metrics(run, rows):
         run.unwritten = b""
 
 
-def watch_signals():
+def watch_signals(aloud):
     """List that fills with signals to stop: Ctrl-C, SIGTERM, Slurm's SIGUSR1. A second Ctrl-C leaves at once."""
     caught = []
 
@@ -383,6 +391,8 @@ def watch_signals():
         if number == signal.SIGINT and number in caught:
             os._exit(130)
         caught.append(number)
+        with contextlib.suppress(OSError):  # not by print, which this may have interrupted
+            os.write(2, b"the step under way ends, then it saves; a second Ctrl-C leaves at once\n" * aloud)
     for name in {"SIGINT", "SIGTERM", "SIGUSR1"} & set(dir(signal)):  # Windows has no SIGUSR1
         signal.signal(getattr(signal, name), note)
     return caught
@@ -408,6 +418,7 @@ def setup(config, world, micro_batch):
     run.dataset = data.TokenDataset(config.data, "train", fields.seq_len, config.seed)
     run.validation = data.TokenDataset(config.data, "val", fields.seq_len)
     meta = run.dataset.meta
+    distributed.same({"--data": {"tokens": run.dataset.tokens, "ids": meta["vocab_size"], "end of text": meta["eot"]}})
     fields = model_config(config, meta["vocab_size"], meta["eot"])
     if fields.vocab_size > meta["vocab_size"]:
         say(f"note      {config.init_from} has {fields.vocab_size} ids, --data {meta['vocab_size']}: same tokenizer?")
@@ -434,6 +445,9 @@ def setup(config, world, micro_batch):
     # Wider models take smaller steps, in proportion to 1 / width (Yang et al. 2022, table 3).
     run.peak_lr = config.lr or min(0.01, 0.64 / fields.n_embd) * (0.1 if config.init_from else 1)
     run.optimizers = build_optimizer(run.raw, config, run.peak_lr, dtype)
+    held = [p for optimizer in run.optimizers for group in optimizer.param_groups for p in group["params"]]
+    if lost := next((name for name, p in run.raw.named_parameters() if sum(p is other for other in held) != 1), None):
+        raise ValueError(f"build_optimizer has {lost} in none of its groups, or twice")
     run.scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
     run.step, extra = (0, {}) if resumed is None else run.checkpointer.load(run.raw, run.optimizers, resumed)
     run.scaler.load_state_dict(extra.get("scaler") or run.scaler.state_dict())
@@ -442,9 +456,11 @@ def setup(config, world, micro_batch):
     left, traced = config.steps - run.step, sum(profile.SCHEDULE.values())
     require(left >= 0, f"--steps {config.steps} is below step {run.step} of {config.out}: take more, or --resume never")
     profiled = (config.profile or config.profile_detail) and Path(config.out, "profile")
-    require(not profiled or left >= traced, f"--profile takes {traced} steps, {left} remain: raise --steps, or drop it")
+    require(not profiled or left >= traced, f"--profile takes {traced} steps, {left} remain: raise --steps, or --out")
     if world.writer:  # nothing was written to --out before: all else has been checked
         prepare_out(run)
+    if world.size > 1:
+        share_out(run)
     peak, source = profile.peak_flops(world.device, dtype, config.peak_tflops)
     run.meter = profile.Meter(run.raw.flops_per_token(fields.seq_len), peak * world.size, world.device)
     run.profiler = profile.Profiler(profiled, world.device, world.rank, say, config.profile_detail)
@@ -458,7 +474,8 @@ def setup(config, world, micro_batch):
     ranks = f"{world.data_size} processes" if config.tp == 1 else f"{world.data_size} groups of {config.tp} processes"
     say(f"batch     {config.batch_size} sequences = {ranks} x {run.accumulation} micro-batches x {micro_batch}, each "
         f"of {fields.seq_len} tokens")
-    say(f"machine   {world.size} x {world.device.type}, {why_dtype}, compile {why_compile}, "
+    mesh = "".join(f" {name} {n}" for name, n in distributed.layout(config.fsdp, config.replicas, config.tp).items())
+    say(f"machine   {world.size} x {world.device.type}{mesh and ':'}{mesh}, {why_dtype}, compile {why_compile}, "
         f"peak {peak / 1e12:.2f} TFLOP/s ({source})")
     begin = f", resumed at step {run.step}" if run.step else f" from {config.init_from or 'scratch'}"
     say(f"optimizer {config.optimizer}, peak lr {run.peak_lr:.2e}, {config.schedule}; {config.steps} steps{begin}")
@@ -480,7 +497,7 @@ def prepare_out(run):
         run.claim = None
     out.mkdir(parents=True, exist_ok=True)
     run.claim = run.claim or claim(out)  # not twice: closing either file would end the lock
-    write_whole(out / "config.json", json.dumps(run.note, indent=2) + "\n")
+    write_whole(out / "config.json", json.dumps(run.note | {"started": time.time()}, indent=2) + "\n")
     if config.resume.isdecimal():  # --resume auto must not go on from a later checkpoint
         run.checkpointer.prune(run.step)
     cut_metrics(out / "metrics.jsonl", run.step)
@@ -505,6 +522,16 @@ def claim(out):
     return file
 
 
+def share_out(run):
+    """ValueError, on all processes, unless --out is one folder for all: each writes its part of a checkpoint there."""
+    file, end = Path(run.config.out, "config.json"), time.monotonic() + 60  # network file systems may be late
+    written = run.checkpointer.agree(run.world.writer and file.read_text("utf-8"))  # no other has its time
+    while not (seen := file.exists() and file.read_text("utf-8") == written) and time.monotonic() < end:
+        time.sleep(1)
+    if place := run.checkpointer.agree("" if seen else f"{socket.gethostname()}:{file.absolute()}"):
+        raise ValueError(f"--out {run.config.out} is not one folder for all: {place} is not what process 0 wrote")
+
+
 def open_run(run):
     """Make the run's Checkpointer -> the step to resume from, None for a fresh start.
 
@@ -517,9 +544,9 @@ def open_run(run):
     step = None if config.resume == "never" else run.checkpointer.choose(wanted, read=True)
     if step is not None:
         try:
-            then, now = ({**note["config"], **dataclasses.asdict(ModelConfig(**note["model"])),
-                         "tokenizer": note["tokenizer"],
-                         "tokens to train on": note.get("train_tokens", run.dataset.tokens)}
+            then, now = ({**dataclasses.asdict(TrainConfig()), **note["config"],
+                          **dataclasses.asdict(ModelConfig(**note["model"])), "tokenizer": note["tokenizer"],
+                          "tokens to train on": note.get("train_tokens", run.dataset.tokens)}
                          for note in (run.checkpointer.read_extra(step), run.note))
             old_rate, new_rate = (learning_rate(step, SimpleNamespace(**flags), 1.0) for flags in (then, now))
         except (KeyError, TypeError, AttributeError) as error:
@@ -531,14 +558,15 @@ def open_run(run):
         for name in changed:
             old, new = ("default" if values.get(name) is None else values[name] for values in (then, now))
             run.say(f"note      since the checkpoint, --{name} {old} is now {new}")
-        if new_rate > 1.5 * old_rate:
+        if new_rate > 1.1 * old_rate:
             run.say(f"note      the learning rate had come to {old_rate:.0%} of its peak, it goes on at {new_rate:.0%}")
     return step
 
 
 def optimizer_step(run, batches, step):
     """One optimizer step on one global batch -> (loss, gradient norm), fp32 scalars."""
-    torch.manual_seed(data.mix(run.config.seed, step, run.world.rank))  # dropout
+    # For dropout alone: it differs also between --tp's neighbours, who have the same data.
+    torch.manual_seed(data.mix(run.config.seed, step, run.world.rank))
     with run.profiler.region("data"):
         micro = [run.meter.wait(batches) for _ in range(run.accumulation)]
     # Of the whole global batch. None at all makes a loss of 0 / 0, and such an update is skipped.
@@ -655,7 +683,8 @@ def show_sample(run):
     """
     # --tp splits sequences, one token has no parts; with --offload the embedding is not where the logits are.
     if run.dataset.meta["tokenizer"] is None or run.world.has("tp") or run.config.offload:
-        return run.say("no sample: it takes a tokenizer that meta.json names, and neither --tp nor --offload")
+        why = "--tp" if run.world.has("tp") else "--offload" if run.config.offload else "meta.json without a tokenizer"
+        return run.say(f"no sample: none with {why}")
     tokenizer, problem = None, "another process lacks the tokenizer"
     try:
         tokenizer = data.load_tokenizer(run.dataset.meta["tokenizer"], run.config.data)
@@ -667,7 +696,7 @@ def show_sample(run):
     # After fine-tuning the first prompt, if there is room for a response; of other text the first token is a target.
     begin = (y[:-1] != -100).int().argmax().item()
     prompt = x[:begin + 1 if begin else min(32, run.raw.config.seq_len // 2)].tolist()
-    tokens = min(200, run.raw.config.seq_len - len(prompt))  # learned positions end there
+    tokens = 200 if run.raw.position is None else min(200, run.raw.config.seq_len - len(prompt))
     run.raw.eval()
     with run.autocast, torch.compiler.set_stance("force_eager"):  # the cache's length would recompile at each token
         new, = run.raw.generate([prompt], tokens, temperature=0.8, seed=run.config.seed, vocab=tokenizer.n_vocab,
@@ -683,13 +712,16 @@ def train(config):
     fields = model_config(config, vocab_size=1)
     try:
         world = distributed.start(config.device, config.fsdp, config.replicas, config.tp, config.timeout,
+                                  {f"--{name}": value for name, value in dataclasses.asdict(config).items()
+                                   if name not in ("data", "out", "init_from")},  # places, which may differ
                                   n_head=fields.n_head, n_kv_head=fields.n_kv_head, seq_len=fields.seq_len)
         micro_batch = pick_micro_batch(config, world.data_size)
         if config.offload and world.device.type != "cuda":
             raise ValueError(f"--offload has no effect on --device {world.device.type}: drop it")
-        if config.resume != "auto" and distributed.setting("TORCHELASTIC_MAX_RESTARTS"):
-            raise ValueError(f"--resume {config.resume} would go back at each restart of torchrun --max-restarts: once "
-                             "without the latter, then --resume auto")
+        restarts = map(distributed.setting, ("TORCHELASTIC_MAX_RESTARTS", "SLURM_RESTART_COUNT"))
+        if config.resume != "auto" and any(restarts):
+            raise ValueError(f"--resume {config.resume} would go back at each restart by torchrun --max-restarts or "
+                             "Slurm: once without these, then --resume auto")
     except ValueError as error:  # flags that do not go together: a mistake of usage
         distributed.refuse(f"train.py: {error}", 2)
     try:
@@ -701,7 +733,7 @@ def train(config):
             raise
         distributed.refuse(f"train.py: {str(error).splitlines()[0]}: take a smaller model, or --fsdp", 1)
     # A signal is only noted: the step under way ends, all processes hear of it, and then they save together.
-    signals = watch_signals()
+    signals = watch_signals(world.writer)
     try:
         with run.profiler:
             code = loop(run, signals)
@@ -757,11 +789,12 @@ def loop(run, signals):
     # From here the rate would rise again; a checkpoint before wsd's decay is one of the longer run, too.
     early = [n for n in run.checkpointer.steps() if n <= step // 2 and config.schedule == "wsd"]
     auto = "" if config.resume == "auto" else " --resume auto"
-    resume = f" --resume {early[-1]}" if early else f"{auto} (where the rate rises again)"
+    resume = f" --resume {early[-1]} (once: later checkpoints go)" if early else f"{auto} (where the rate rises again)"
     lacking = ", but not all was saved, see above" if run.unsaved else ""
+    scale = (" Scale up: torchrun --standalone --nproc_per_node=8 train.py --data "
+             f"{config.data} --model gpt2 --out {config.out}-gpt2") * (run.world.device.type == "cuda")
     say(f'{config.out} is complete at step {step}{lacking}. Sample: python model.py {config.out} "...". To go on, add '
-        f"--steps {2 * step}{resume} to the command; to start over, --resume never. Scale up: torchrun --standalone "
-        f"--nproc_per_node=8 train.py --data {config.data} --model gpt2 --out {config.out}-gpt2")
+        f"to the command --steps {2 * step}{resume}; to start over, --resume never.{scale}")
     return int(run.unsaved)
 
 
