@@ -563,12 +563,6 @@ def read_hf(path):
     file. nanoGPT's GELU is the exact one, as it has been there since June 2023.
     """
     path = file = Path(path)
-    if not path.exists():
-        raise ValueError(f"{path} does not exist: expected a run of train.py, to sample from or export, a Hugging Face "
-                         "folder (hf download NAME --local-dir DIR makes one) or nanoGPT's ckpt.pt")
-    if Path(path, "checkpoints").is_dir() or Path(path, "state.json").exists():
-        raise ValueError(f"{path} is of a run of train.py: python checkpoint.py export {path} DIR makes a folder of it "
-                         "(a checkpoint's own folder is called step_00000100 or the like)")
     try:
         if path.is_file():
             saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
@@ -588,8 +582,9 @@ def read_hf(path):
                 file = path / name
                 found |= load_file(file)
     except Exception as error:  # whatever readers of JSON, zip, pickle and safetensors make of a damaged file
-        raise ValueError(f"{file} cannot be imported: {reason(error)}; expected a Hugging Face folder or nanoGPT's "
-                         "ckpt.pt, or, to sample from or export, a run of train.py with a checkpoint") from None
+        raise ValueError(f"{file} cannot be imported: {reason(error)}; expected an existing Hugging Face folder (hf "
+                         "download NAME --local-dir DIR makes one, python checkpoint.py export RUN DIR one of a run), "
+                         "nanoGPT's ckpt.pt or, to sample from or export, a run with a checkpoint") from None
     base, tensors = "transformer." if kind == "gpt2" else "model.", {}
     for name, tensor in found.items():
         name = name.removeprefix("_orig_mod.")
