@@ -93,7 +93,8 @@ def model_mask(tokens, origin, config, backend, cache=None, rule=causal, heads=N
     window = min(keys, config.window or keys, cache.capacity if cache else keys)
     rules = [rule]  # one that all your runs have joins here: what follows serves it with a cache and filler, too
     plain, key = rules == [causal] and origin is None, (backend == "flex", window, queries, keys, device)
-    lasting = plain and cache is None and type(tokens) is torch.Tensor  # no FakeTensor, which has no numbers
+    # No FakeTensor, which has no numbers: neither given, nor what is made here.
+    lasting = plain and cache is None and type(tokens) is type(torch.empty(0)) is torch.Tensor
     heads = range(1) if rules == [causal] else heads or range(config.n_head)  # our own rules are one for all heads
     # SDPA has the triangle of T == S by itself, and the newest token sees all that a cache keeps.
     triangle = window == keys and queries in (1, keys) and not config.softcap

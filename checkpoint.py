@@ -632,7 +632,7 @@ def open_model(path, build):
         checkpointer.root, step = folder.parent, int(folder.name[5:])
     extra, initial = checkpointer.read_extra(step), None
     if extra is None and Path(path, "metrics.jsonl").exists():
-        raise ValueError(f"{path} is a run that has no checkpoint yet")
+        raise ValueError(f"{path} is a run without a complete checkpoint")
     if extra is None:
         fields = read_hf(path)[1]
         known = "gpt2" if fields["vocab_size"] in (50257, 50304) else None  # 50304: as nanoGPT rounds it up

@@ -18,6 +18,7 @@ import json
 import math
 import os
 import re
+import shlex
 import sys
 import tempfile
 import zlib
@@ -154,12 +155,14 @@ def find_files(sources):
         return [path for path in walk(os.path.dirname(os.__file__), skip) if path.suffix == ".py"]
     files = []
     for source in sources:
+        if not (os.path.exists(source) or source == "-" or str(source).startswith("hf:")):
+            raise FileNotFoundError(f"{source} is neither a file nor a folder (nor hf:NAME, nor - for standard input)")
         inside = walk(source) if os.path.isdir(source) else [source]
         texts = list(filter(is_text, inside))
         require(texts, f"{source} has no table and no text in UTF-8, which has no NUL bytes and is no PDF: convert it "
                        "(iconv -f utf-16 -t utf-8, pdftotext)")
         if left_out := sorted(set(inside).difference(texts)):
-            print(f"{source}: {len(texts)} text files; left out are {len(left_out)} binary ones, such as {left_out[0]}")
+            print(f"{source}: {len(texts)} text files; left out are {len(left_out)} others, such as {left_out[0]}")
         files += texts
     return files
 
@@ -174,11 +177,11 @@ def walk(root, skip=()):
 
 
 def is_text(source):
-    """Text has no NUL bytes; the first 8 KB tell, as in git. A PDF is none, a table is, compressed or not."""
+    """A file without NUL bytes is text, the first 8 KB tell (as in git); a PDF is none, a table is, even compressed."""
     if source == "-" or is_table(source):
         return True
-    if not os.path.isfile(source):
-        raise FileNotFoundError(f"{source} is neither a file nor a folder (nor hf:NAME, nor - for standard input)")
+    if not os.path.isfile(source):  # a broken link, a pipe
+        return False
     with open(source, "rb") as file:
         head = file.read(8192)
     return b"\0" not in head and not head.startswith(b"%PDF-")
@@ -616,9 +619,10 @@ def main():
     with command(DataConfig, "data.py") as config:
         meta = prepare(**vars(config))
         model = " --init_from DIR, a model in Hugging Face's form" * bool(config.prompt_key)
+        run = Path("out", Path(config.out).name + "-run" * (Path(config.out).parent == Path("out")))
         print(f"{config.out}: {meta['train_tokens']:,} train and {meta['val_tokens']:,} val tokens "
-              f"({meta['tokenizer']}, {meta['vocab_size']:,} ids)\nnext: python train.py --data {config.out} --out "
-              f"{Path('out', Path(config.out).name)}{model}")
+              f"({meta['tokenizer']}, {meta['vocab_size']:,} ids)\nnext: python train.py --data "
+              f"{shlex.quote(config.out)} --out {shlex.quote(str(run))}{model}")
 
 
 if __name__ == "__main__":

@@ -576,6 +576,7 @@ def main():
         now = replace(config, **change)
         train.require(1 <= now.gpus <= 10 ** 4, f"--gpus is {now.gpus}, expected 1 to 10000")
         train.require(now.machine >= 1, f"--machine is {now.machine}, expected at least 1")
+        train.require(now.dtype in ("auto", "bf16"), f"--dtype {now.dtype} is not predicted: bf16 is")
         train.require(not now.offload, "--offload is not predicted: what it costs depends on the host")
         fields = train.model_config(now, PRESETS[now.model or "nano"].get("vocab_size", 257))
         ranks = max(1, now.gpus // now.tp)  # that have data of their own

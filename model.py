@@ -157,8 +157,9 @@ class Attention(nn.Module):
         # With a cache SDPA or the reference computes it, whatever trained: a fork of the formula changes "auto", too.
         # So it is with the mask of one batch's own rule where flash trains, which on CUDA takes none.
         auto = cache or mask is not None and self.backend == "flash" and mask.is_cuda
-        y = attend(q.type_as(k), k, v, mask, "auto" if auto else self.backend, self.config.softcap)
-        return self.o(y.type_as(q).transpose(1, 2).flatten(2))  # (B, T, C)
+        dtype, q = q.dtype, q.type_as(k)
+        y = attend(q, k, v, mask, "auto" if auto else self.backend, self.config.softcap)
+        return self.o(y.to(dtype).transpose(1, 2).flatten(2))  # (B, T, C)
 
 
 class MLP(nn.Module):
@@ -399,12 +400,13 @@ def prepacked(model, rows):
     """`model`, or on a CPU a copy that generates faster: its matrices are in the order in which oneDNN reads them.
 
     A token needs each weight once. So they come at 18 to 30 GB/s on two cores, in F.linear's form at 7 to 19. `rows`:
-    how many are generated at a time. All but these matrices, hooks too, is the model's own; of matrices with a
-    `forward` or a formula of their own there is no copy.
+    how many are generated at a time. All parameters and buffers are the model's own; of matrices with a `forward` or a
+    formula of their own there is no copy, of a model with hooks none at all. What `forward` sets on itself is lost.
     """
     # FSDP2 has `reshard`, and may have left plain parameters.
     ready = torch.backends.mkldnn.is_available() and not (
-        torch.is_autocast_enabled("cpu") or hasattr(model, "reshard"))
+        torch.is_autocast_enabled("cpu") or hasattr(model, "reshard")
+        or any(part._forward_hooks or part._forward_pre_hooks for part in model.modules()))
     dtypes = [torch.float32, torch.bfloat16][:1 + (ready and torch.ops.mkldnn._is_mkldnn_bf16_supported())]
     kinds = {(type(p), p.device.type, p.dtype) for p in model.parameters()}  # a sharded one is a DTensor
     if (not ready or not kinds <= {(nn.Parameter, "cpu", dtype) for dtype in dtypes}
@@ -418,7 +420,8 @@ def prepacked(model, rows):
     def twin(part):
         other = object.__new__(type(part))  # copy.copy takes no parametrized module
         vars(other).update(vars(part), _modules={name: child and twin(child) for name, child in part._modules.items()})
-        if type(part) is nn.Linear and "forward" not in vars(part) and "weight" in part._parameters:
+        if type(part) is nn.Linear and part is not model.head and "forward" not in vars(part) and (
+                "weight" in part._parameters):
             other.forward = product(part.weight, part.bias)
         return other
     other = twin(model)

@@ -24,6 +24,7 @@ import json
 import math
 import os
 import re
+import shlex
 import shutil
 import socket
 import sys
@@ -219,6 +220,11 @@ def model_config(config, vocab_size, eot=0):
     # Flags and fields of the model have the same names.
     given = {field.name: getattr(config, field.name, None) for field in dataclasses.fields(ModelConfig)}
     return ModelConfig(**fields | {name: value for name, value in given.items() if value is not None})
+
+
+def peak_rate(config, width):
+    """--lr or its default: wider models take smaller steps, in proportion to 1 / width (Yang et al. 2022, table 3)."""
+    return config.lr or min(0.01, 0.64 / width) * (0.1 if config.init_from else 1)
 
 
 def learning_rate(step, config, peak):
@@ -442,8 +448,7 @@ def setup(config, world, micro_batch):
     run.model = distributed.parallelize(
         run.raw, world, param_dtype=dtype, activation_checkpoint=config.activation_checkpoint, compile=compiled,
         seed=config.seed, reshard_after_forward=config.reshard, offload=config.offload)
-    # Wider models take smaller steps, in proportion to 1 / width (Yang et al. 2022, table 3).
-    run.peak_lr = config.lr or min(0.01, 0.64 / fields.n_embd) * (0.1 if config.init_from else 1)
+    run.peak_lr = peak_rate(config, fields.n_embd)
     run.optimizers = build_optimizer(run.raw, config, run.peak_lr, dtype)
     held = [p for optimizer in run.optimizers for group in optimizer.param_groups for p in group["params"]]
     if lost := next((name for name, p in run.raw.named_parameters() if sum(p is other for other in held) != 1), None):
@@ -512,7 +517,7 @@ def claim(out):
     if found.is_file() and not any(Path(out).glob("checkpoints/step_*")) and (
             not found.read_text("utf-8", "replace").startswith('{\n  "config": {')):  # as `prepare_out` writes it
         raise ValueError(f"{found} is not of a run: take another --out")
-    file = open(Path(out, ".lock"), "w")
+    file = open(Path(out, ".lock"), "a")
     with contextlib.suppress(OSError, ImportError):  # a file system without locks; Windows
         import fcntl
         try:
@@ -548,8 +553,9 @@ def open_run(run):
                           **dataclasses.asdict(ModelConfig(**note["model"])), "tokenizer": note["tokenizer"],
                           "tokens to train on": note.get("train_tokens", run.dataset.tokens)}
                          for note in (run.checkpointer.read_extra(step), run.note))
-            old_rate, new_rate = (learning_rate(step, SimpleNamespace(**flags), 1.0) for flags in (then, now))
-        except (KeyError, TypeError, AttributeError) as error:
+            old_rate, new_rate = (learning_rate(step, flags, peak_rate(flags, flags.n_embd))
+                                  for flags in (SimpleNamespace(**then), SimpleNamespace(**now)))
+        except (KeyError, TypeError, AttributeError, ArithmeticError) as error:
             raise ValueError(f"{config.out} was saved by another version of this program: {error}") from None
         changed = [name for name in now if then.get(name) != now[name] and name not in ("resume", "out")]
         fixed = {"tokenizer", "tokens to train on", "optimizer", *run.note["model"]}.intersection(changed)
@@ -559,7 +565,7 @@ def open_run(run):
             old, new = ("default" if values.get(name) is None else values[name] for values in (then, now))
             run.say(f"note      since the checkpoint, --{name} {old} is now {new}")
         if new_rate > 1.1 * old_rate:
-            run.say(f"note      the learning rate had come to {old_rate:.0%} of its peak, it goes on at {new_rate:.0%}")
+            run.say(f"note      the learning rate had come to {old_rate:.2e} and goes on at {new_rate:.2e}")
     return step
 
 
@@ -660,8 +666,8 @@ def save(run, step):
     with run.profiler.region("checkpoint"):
         guard(run, run.checkpointer.save, step, run.raw, run.optimizers, extra)
     if run.checkpointer.saved == step:
-        done = "begun" if run.config.async_save else "written"
-        run.say(f"step {step}  checkpoint {done} in {timeit.default_timer() - start:.1f} s")
+        run.say(f"step {step}  checkpoint {'begun' if run.config.async_save else 'written'} in "
+                f"{timeit.default_timer() - start:.1f} s")
 
 
 def guard(run, write, *args):
@@ -786,16 +792,21 @@ def loop(run, signals):
         say(f"stopped at step {step} by {signal.Signals(stopping).name}: {again} goes on from {place}")
         return 128 + stopping
     show_sample(run)
-    # From here the rate would rise again; a checkpoint before wsd's decay is one of the longer run, too.
-    early = [n for n in run.checkpointer.steps() if n <= step // 2 and config.schedule == "wsd"]
+    # From here the rate would rise again; a checkpoint before the decay is one of the longer run, too.
+    early = [n for n in run.checkpointer.steps() if n <= step // 2 and undecayed(run, n)]
     auto = "" if config.resume == "auto" else " --resume auto"
     resume = f" --resume {early[-1]} (once: later checkpoints go)" if early else f"{auto} (where the rate rises again)"
     lacking = ", but not all was saved, see above" if run.unsaved else ""
-    scale = (" Scale up: torchrun --standalone --nproc_per_node=8 train.py --data "
-             f"{config.data} --model gpt2 --out {config.out}-gpt2") * (run.world.device.type == "cuda")
-    say(f'{config.out} is complete at step {step}{lacking}. Sample: python model.py {config.out} "...". To go on, add '
-        f"to the command --steps {2 * step}{resume}; to start over, --resume never.{scale}")
+    say(f'{config.out} is complete at step {step}{lacking}. Sample: python model.py {shlex.quote(config.out)} "...". '
+        f"To go on, add to the command --steps {2 * step}{resume}; to start over, --resume never")
     return int(run.unsaved)
+
+
+def undecayed(run, step):
+    """Whether the run that wrote the checkpoint of `step` had the rate that a run of twice as many steps has there."""
+    flags = json.loads((run.checkpointer.folder(step) / "state.json").read_text())["extra"]["config"]
+    longer = {**flags, "steps": 2 * run.config.steps}
+    return len({learning_rate(step - 1, SimpleNamespace(**each), 1.0) for each in (flags, longer)}) == 1
 
 
 def main():
