@@ -1496,8 +1496,7 @@ def test_launches_of_the_readme_are_launches():
     assert len(found) >= 7, found
     for launcher, flags in found:
         sizes = [int(n) for n in re.findall(r"--n(?:nodes|proc_per_node)=(\d+)", launcher)]
-        config = train_file.parse_args(TrainConfig, "train.py", [flag for flag in flags.split() if "Qwen" not in flag
-                                                                 and flag != "--init_from"])
+        config = train_file.parse_args(TrainConfig, "train.py", re.sub(r"--init_from \S+", "", flags).split())
         fields = train_file.model_config(config, 257)
         shape = distributed.layout(config.fsdp, config.replicas, config.tp, math.prod(sizes), n_head=fields.n_head)
         ranks = math.prod(n for name, n in shape.items() if name != "tp")
