@@ -150,8 +150,9 @@ def start(device="auto", fsdp=False, replicas=1, tp=1, timeout=None, flags=None,
 
 def same(values):
     """ValueError, on all processes, unless `values`, a dict, is the same on all; without a process group it is."""
-    everyone = [values] * (dist.get_world_size() if dist.is_initialized() else 1)
-    if dist.is_initialized():
+    everyone = [values]
+    if dist.is_available() and dist.is_initialized():
+        everyone *= dist.get_world_size()
         dist.all_gather_object(everyone, values)
     for rank, others in enumerate(everyone):
         if odd := next((name for name in others if others[name] != everyone[0][name]), None):

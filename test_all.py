@@ -1385,10 +1385,12 @@ def test_profiling_off_costs_nothing_and_want_of_memory_is_one_line():
     snapshots = []
     with folder() as d, mock.patch.object(torch.cuda.memory, "_record_memory_history", lambda **_: None), \
             mock.patch.object(torch.cuda.memory, "_dump_snapshot", snapshots.append):
-        for profiler in profiler, profile.Profiler(d, torch.device("cuda"), rank=1):
+        on_cpu = RuntimeError("[enforce fail at x.cpp:9] . can't allocate memory: 20.00 MiB. Error 12\nframes")
+        on_cuda = torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+        for profiler, error in (profiler, on_cpu), (profile.Profiler(d, torch.device("cuda"), rank=1), on_cuda):
             def fill():
                 with profiler:
-                    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 MiB.")
+                    raise error
             said, _ = exit_of(fill)
             assert "\n" not in said, said
             assert all(word in said for word in ["20.00 MiB", "--micro_batch", "memory_rank", "--profile"]), said
