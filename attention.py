@@ -165,6 +165,10 @@ def attend(q, k, v, mask=None, backend="auto", softcap=0.0):
             q, k, v, lambda score, b, h, q_idx, kv_idx: soft_cap(score, softcap), mask, enable_gqa=shared)
     if softcap or backend not in SDPA:
         raise ValueError("SDPA has no soft-capping" if softcap else f"there is no attention {backend}")
+    masked = mask is not None or q.dtype == torch.float32
+    if shared and q.is_cuda and (backend == "efficient" or backend == "sdpa" and masked):
+        # What takes a mask, or fp32, has no shared heads there: SDPA would take math, whose scores are in fp32.
+        k, v, shared = *(x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v)), False
     triangle = True if mask is None and queries > 1 else False  # a bool, where torch.compile has a symbol for queries
     # cuDNN makes a plan for each length, and while generating each token has another: it is taken by its name alone.
     kernels = KERNELS.get(backend, [kernel for name, kernel in KERNELS.items() if name != "cudnn"])
@@ -258,7 +262,8 @@ class KVCache:
             return ring[..., :self.length, :]
         # The first of several still looks at what the last ones replace: room - 1 older ones, and itself.
         seen = torch.cat([ring.roll(-first, dims=-2), new], dim=-2)[..., -min(self.length, room - 1 + more):, :]
-        ring[..., torch.arange(self.length - min(more, room), self.length) % room, :] = new[..., -room:, :]
+        rows = torch.arange(self.length - min(more, room), self.length, device=ring.device) % room
+        ring[..., rows, :] = new[..., -room:, :]
         return seen
 
     def counted(self, rule, keys):

@@ -155,7 +155,7 @@ def find_files(sources):
         return [path for path in walk(os.path.dirname(os.__file__), skip) if path.suffix == ".py"]
     files = []
     for source in sources:
-        if not (os.path.exists(source) or source == "-" or str(source).startswith("hf:")):
+        if not (os.path.isdir(source) or os.path.isfile(source) or source == "-" or str(source).startswith("hf:")):
             raise FileNotFoundError(f"{source} is neither a file nor a folder (nor hf:NAME, nor - for standard input)")
         inside = walk(source) if os.path.isdir(source) else [source]
         texts = list(filter(is_text, inside))
@@ -178,10 +178,10 @@ def walk(root, skip=()):
 
 def is_text(source):
     """A file without NUL bytes is text, the first 8 KB tell (as in git); a PDF is none, a table is, even compressed."""
-    if source == "-" or is_table(source):
+    if source == "-" or str(source).startswith("hf:"):
         return True
-    if not os.path.isfile(source):  # a broken link, a pipe
-        return False
+    if not os.path.isfile(source) or is_table(source):  # not a broken link, nor a pipe
+        return os.path.isfile(source)
     with open(source, "rb") as file:
         head = file.read(8192)
     return b"\0" not in head and not head.startswith(b"%PDF-")
@@ -467,7 +467,7 @@ class TokenDataset:
             near = [str(path.parent) for path in (Path(folder) if exists else Path(folder).parent).glob("*/meta.json")]
             what = f"has no *{split}*.bin" if exists else "does not exist"
             # Text, or a folder of it, cannot be made a data set where it is.
-            source, out = (folder, "data/mine") if exists else ("SOURCE", folder)
+            source, out = (shlex.quote(str(folder)), "data/mine") if exists else ("SOURCE", shlex.quote(str(folder)))
             todo = f"python data.py {source} --out {out} prepares one"
             if meta or any(Path(folder).glob("*.bin")):
                 todo = "prepare its source again, with --val_fraction above 0"
@@ -619,10 +619,12 @@ def main():
     with command(DataConfig, "data.py") as config:
         meta = prepare(**vars(config))
         model = " --init_from DIR, a model in Hugging Face's form" * bool(config.prompt_key)
-        run = Path("out", Path(config.out).name + "-run" * (Path(config.out).parent == Path("out")))
+        inside = Path(config.out).resolve().parent == Path("out").resolve()
+        run = shlex.quote(str(Path("out", Path(config.out).name + "-run" * inside)))
         print(f"{config.out}: {meta['train_tokens']:,} train and {meta['val_tokens']:,} val tokens "
-              f"({meta['tokenizer']}, {meta['vocab_size']:,} ids)\nnext: python train.py --data "
-              f"{shlex.quote(config.out)} --out {shlex.quote(str(run))}{model}")
+              f"({meta['tokenizer']}, {meta['vocab_size']:,} ids)")
+        print(f"next: python train.py --data {shlex.quote(config.out)} --out {run}{model}" if meta["val_tokens"] else
+              "train.py needs a validation split, too: --val_fraction above 0")
 
 
 if __name__ == "__main__":

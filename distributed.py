@@ -155,9 +155,10 @@ def same(values):
         everyone *= dist.get_world_size()
         dist.all_gather_object(everyone, values)
     for rank, others in enumerate(everyone):
-        if odd := next((name for name in others if others[name] != everyone[0][name]), None):
-            raise ValueError(f"{odd} is {everyone[0][odd]} on process 0 and {others[odd]} on process {rank}: "
-                             "start all machines alike")
+        for odd in everyone[0] | others:
+            here, there = (each.get(odd, "unknown") for each in (everyone[0], others))
+            if here != there:
+                raise ValueError(f"{odd} is {here} on process 0, {there} on process {rank}: start all machines alike")
 
 
 def meet(timeout):
@@ -211,11 +212,12 @@ def stand_together(world, store):
     def leave(*error):
         first = True
         with suppress(RuntimeError):  # the store may have gone with its process
-            first = not error or store.add("errors", 1) == 1
+            first = stopped.is_set() or store.add("ends", 1) == 1
         if error and first:
             show(*error)
         elif error:  # most likely a consequence, as a closed connection is
-            print(f"{name} ends, too: {str(error[1]).partition(chr(10))[0]}", file=sys.stderr, flush=True)
+            line = str(error[1]).partition("\n")[0]
+            print(f"{name} ends, too: {error[0].__name__}: {line}", file=sys.stderr, flush=True)
         if not stopped.is_set():
             with suppress(RuntimeError):  # the store may have gone with its process
                 store.set("ended", name)
@@ -343,6 +345,8 @@ def checkpoint_activations(block, selective):
     The function below must be a real one: of a functools.partial as `forward`, `block.compile()` captures no graph.
     """
     from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+    # Under torch.compile it would say for each block that `selective` is experimental there.
+    logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
     forward, recompute = block.forward, partial(checkpoint, use_reentrant=False)
     if selective:
         recompute = partial(recompute, context_fn=partial(create_selective_checkpoint_contexts, expensive_ops()))
@@ -592,7 +596,9 @@ def main():
     with train.command(PlanConfig, "distributed.py") as config:
         try:
             found = predict()
-            change = None if found["fits"] else smallest_change(predict, config.gpus, found["micro_batch"])
+            batch = dict(batch_size=found["batch_size"])  # as it is printed, but for other GPUs
+            change = None if found["fits"] else smallest_change(
+                lambda **now: predict(**({} if "gpus" in now else batch) | now), config.gpus, found["micro_batch"])
         except ValueError as error:  # flags that do not go together
             refuse(f"distributed.py: {error}", 2)
         except KeyError as error:

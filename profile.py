@@ -376,7 +376,7 @@ def surroundings(train, run, batches, rate):
     loaded = run.step_tokens / seconds
     yield {"data loading alone": "", "tokens_per_s": loaded, "times_the_step": loaded / rate}
     for kind in "sync", "async":
-        with tempfile.TemporaryDirectory() as out:
+        with tempfile.TemporaryDirectory() as out, contextlib.redirect_stdout(sys.stderr):  # what a save says
             checkpointer = train.checkpoint.Checkpointer(out, asynchronous=kind == "async")
             for number in 1, 2:  # the first one gets the memory that an asynchronous save copies to
                 stall = timeit.timeit(lambda: checkpointer.save(number, run.raw, run.optimizers), number=1)

@@ -1524,7 +1524,7 @@ def test_imports_point_one_way_and_the_tree_stays_small():
             documentation = {line for text in documented for line in range(text.lineno, text.end_lineno + 1)}
             text = enumerate((HERE / f"{name}.py").read_text(encoding="utf-8").splitlines(), 1)
             lines += sum(number not in documentation and bool(line.split("#")[0].strip()) for number, line in text)
-    assert lines <= 2760, f"{lines} lines of code: find the shorter form; a fork may raise this"
+    assert lines <= 2770, f"{lines} lines of code: find the shorter form; a fork may raise this"
 
 
 # ---- data ------------------------------------------------------------------------------------------------------------
@@ -1690,11 +1690,12 @@ def test_sources_folder_hf_stdin_and_default():
             (source / name).parent.mkdir(parents=True, exist_ok=True)
             (source / name).write_bytes(content)
         (source / "d.txt").symlink_to("nowhere")
+        os.mkfifo(source / "e.jsonl")
         with contextlib.redirect_stdout(io.StringIO()) as said:
             meta = data.prepare([str(source)], where / "out", val_fraction=0)
         assert documents_of(read_tokens(where / "out", "train")) == ["row ?", "zed \ufffd", "bee"]
         assert meta["documents"] == 3
-        assert "left out are 2 others, such as" in said.getvalue() and "c.png" in said.getvalue()
+        assert "left out are 3 others, such as" in said.getvalue() and "c.png" in said.getvalue()
         with mock.patch.object(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"one two "))):
             data.prepare(["-"], where / "piped", val_fraction=0.5)
         assert documents_of(read_tokens(where / "piped", "val")) == ["two "]
@@ -3599,27 +3600,37 @@ def worker_manners(_):
 
 
 def test_slow_machines_that_are_not_alike_are_said():
-    """Two torchruns with other flags, other data, or an --out that is not one folder: one line, before step 0."""
+    """Two torchruns with other flags, data, weights, or an --out that is not one folder: one line, before step 0."""
     with folder() as d:
-        data.prepare([model_file.__file__], d / "one/data")
-        data.prepare([data.__file__], d / "two/data")
+        model = tiny(initial=True, vocab_size=257, seq_len=32)
+        for machine, source in ("one", model_file), ("two", data):
+            data.prepare([source.__file__], d / machine / "data")
+            checkpoint.export_hf(model, dataclasses.asdict(model.config), d / machine / "hf")
+            model.requires_grad_(False).embed.weight.add_(0.1)
+        imported = ["--device=cpu", "--dtype=fp32", "--init_from=hf", f"--data={d}/one/data"]
         for name, flags, words in [
-                ("lr", [["--lr=0.02"], ["--lr=0.01"]], "train.py: --lr is 0.0"),
-                ("fsdp", [["--fsdp"], []], "train.py: --fsdp is "),
-                ("data", [[], []], "train.py: --data is {'tokens': "),
-                ("out", [[f"--data={d}/one/data"]] * 2, "train.py: --out out-out is not one folder for all: ")]:
+                ("lr", [[*SMALL, "--lr=0.02"], [*SMALL, "--lr=0.01"]], "--lr is 0.0"),
+                ("fsdp", [[*SMALL, "--fsdp"], SMALL], "--fsdp is "), ("data", [SMALL, SMALL], "--data is {'tokens': "),
+                ("weights", [imported, imported], "--init_from is "),
+                ("out", [[*SMALL, f"--data={d}/one/data"]] * 2, "--out out-out is not one folder for all: ")]:
             # With a clock that is so fast that nobody waits a minute for a network file system.
             script = "import time, train; time.monotonic = lambda: 20 * time.perf_counter(); train.main()"
             rendezvous = ["-m", "torch.distributed.run", "--nnodes=2", "--nproc_per_node=1", "--rdzv_id=1",
                           "--rdzv_backend=c10d", f"--rdzv_endpoint=localhost:{free_port()}", "--no_python",
                           sys.executable, "-c", script]
-            processes = [start_python(*rendezvous, *SMALL, f"--out=out-{name}", "--data=data", "--steps=4", *own,
-                                      cwd=d / machine) for machine, own in zip(("one", "two"), flags)]
+            rendezvous += [f"--out=out-{name}", "--data=data", "--steps=4"]
+            processes = [start_python(*rendezvous, *own, cwd=d / machine)
+                         for machine, own in zip(("one", "two"), flags)]
             outputs = [process.communicate(timeout=120)[0] for process in processes]
             assert [process.returncode for process in processes] == [1, 1], outputs
-            assert all(words in text for text in outputs), outputs
+            assert all(f"train.py: {words}" in text for text in outputs), outputs
             assert not any("step 1" in text or "terminate called" in text for text in outputs), outputs
             assert not [*d.glob("*/out-*/checkpoints/step_*")]
+    with mock.patch.multiple(torch.distributed, is_initialized=lambda: True, get_world_size=lambda: 2,
+                             all_gather_object=lambda found, mine: found.__setitem__(1, {"b": 1})):
+        fails(ValueError, "a is 1 on process 0, unknown on process 1", distributed.same, {"a": 1, "b": 1})
+        fails(ValueError, "b is unknown on process 0, 1 on process 1", distributed.same, {})
+        distributed.same({"b": 1})
 
 
 def test_slow_waiting_agreeing_and_failing():
@@ -3746,6 +3757,13 @@ def test_planner():
     # Of micro-batches the largest that fits comes first.
     code, output = plan_of("--fsdp", "--batch_size=256", "--micro_batch=32", "--activation_checkpoint=block")
     assert "does: --micro_batch 8 " in output and "checkpoint        " in output, output
+    # Its advice, typed beside what it printed, fits.
+    for argv in (["--fsdp", "--activation_checkpoint=block", "--gpus=4", "--micro_batch=16"], ["--gpus=8"],
+                 ["--gpus=8", "--fsdp", "--micro_batch=4"]):
+        output = plan_of(*argv)[1]
+        assumed, advice = re.search(r"(--batch.*?h \d+).*that does: (.*) \(one", output, re.DOTALL).groups()
+        again = plan_of(*argv, *assumed.split(), *advice.split())[1]
+        assert "\nfits" in again, (argv, output, again)
     # Over slower links HSDP's gradients take longer; what the kernels do does not.
     near, far = (distributed.plan(build, adamw_of, gpus=16, fsdp=True, replicas=2, seq_len=8192, machine=machine)
                  for machine in (16, 8))

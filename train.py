@@ -397,8 +397,9 @@ def watch_signals(aloud):
         if number == signal.SIGINT and number in caught:
             os._exit(130)
         caught.append(number)
-        with contextlib.suppress(OSError):  # not by print, which this may have interrupted
-            os.write(2, b"the step under way ends, then it saves; a second Ctrl-C leaves at once\n" * aloud)
+        if aloud and number == signal.SIGINT:
+            with contextlib.suppress(OSError):  # not by print, which this may have interrupted
+                os.write(2, b"what is under way ends, then it saves; a second Ctrl-C leaves at once\n")
     for name in {"SIGINT", "SIGTERM", "SIGUSR1"} & set(dir(signal)):  # Windows has no SIGUSR1
         signal.signal(getattr(signal, name), note)
     return caught
@@ -424,7 +425,8 @@ def setup(config, world, micro_batch):
     run.dataset = data.TokenDataset(config.data, "train", fields.seq_len, config.seed)
     run.validation = data.TokenDataset(config.data, "val", fields.seq_len)
     meta = run.dataset.meta
-    distributed.same({"--data": {"tokens": run.dataset.tokens, "ids": meta["vocab_size"], "end of text": meta["eot"]}})
+    ends = run.dataset.fixed(0)[0].tolist() + run.dataset.fixed(run.dataset.windows - 1)[0].tolist()
+    distributed.same({"--data": dict(tokens=run.dataset.tokens, ids=meta["vocab_size"], content=data.mix(*ends))})
     fields = model_config(config, meta["vocab_size"], meta["eot"])
     if fields.vocab_size > meta["vocab_size"]:
         say(f"note      {config.init_from} has {fields.vocab_size} ids, --data {meta['vocab_size']}: same tokenizer?")
@@ -445,6 +447,8 @@ def setup(config, world, micro_batch):
         run.raw = GPT(fields, backend)
     if config.init_from and resumed is None:
         run.raw.initial = checkpoint.import_hf(run.raw, config.init_from)
+        weights = checkpoint.read_hf(config.init_from)[2].values()  # mapped: the few that are looked at are read
+        distributed.same({"--init_from": sum(tensor.flatten()[:9].double().sum().item() for tensor in weights)})
     run.model = distributed.parallelize(
         run.raw, world, param_dtype=dtype, activation_checkpoint=config.activation_checkpoint, compile=compiled,
         seed=config.seed, reshard_after_forward=config.reshard, offload=config.offload)
@@ -739,7 +743,7 @@ def train(config):
             raise
         distributed.refuse(f"train.py: {str(error).splitlines()[0]}: take a smaller model, or --fsdp", 1)
     # A signal is only noted: the step under way ends, all processes hear of it, and then they save together.
-    signals = watch_signals(world.writer)
+    signals = watch_signals(world.writer and sys.stderr is not None)
     try:
         with run.profiler:
             code = loop(run, signals)
@@ -805,6 +809,7 @@ def loop(run, signals):
 def undecayed(run, step):
     """Whether the run that wrote the checkpoint of `step` had the rate that a run of twice as many steps has there."""
     flags = json.loads((run.checkpointer.folder(step) / "state.json").read_text())["extra"]["config"]
+    flags = {**dataclasses.asdict(TrainConfig()), **flags}
     longer = {**flags, "steps": 2 * run.config.steps}
     return len({learning_rate(step - 1, SimpleNamespace(**each), 1.0) for each in (flags, longer)}) == 1
 
