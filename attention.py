@@ -91,7 +91,7 @@ def model_mask(tokens, origin, config, backend, cache=None, rule=causal, heads=N
     (batch, queries), device = tokens.shape, tokens.device
     keys = queries if cache is None else cache.advance(queries)
     window = min(keys, config.window or keys, cache.capacity if cache else keys)
-    rules = [rule]  # one that all your runs have joins here: what follows serves it with a cache and filler, too
+    rules = [rule]  # append what all your runs share: it then holds with a cache and with filler, too
     plain, key = rules == [causal] and origin is None, (backend == "flex", window, queries, keys, device)
     # No FakeTensor, which has no numbers: neither given, nor what is made here.
     lasting = plain and cache is None and type(tokens) is type(torch.empty(0)) is torch.Tensor
@@ -100,7 +100,7 @@ def model_mask(tokens, origin, config, backend, cache=None, rule=causal, heads=N
     triangle = window == keys and queries in (1, keys) and not config.softcap
     if plain and triangle and backend in SDPA:
         return None
-    for known in MASKS if lasting else ():  # compared: looked up, torch.compile would make a graph for each length
+    for known in MASKS if lasting else ():  # by ==, for MASKS[key] would be a graph of torch.compile for each length
         if known == key:
             return MASKS[known]
     if window < keys:
@@ -199,10 +199,10 @@ def attempt(run):
 def pick_backend(attention, sdpa, config, device, dtype, micro_batch=1):
     """(backend for `attend`, a note that says which and why not another), by trying what --attention and --sdpa allow.
 
-    `config` has a model's sizes and masks. "auto" is the first that runs of: Flex, on CUDA if there is more than causal
-    to do; the reference, on a CPU in bf16 for short sequences; SDPA; the reference. SDPA's kernel is on CUDA the faster
-    one, forward and backward, of flash and the next that runs. Where SDPA refuses, it says why in warnings, and they
-    become the reason. Raises ValueError with all if none runs.
+    `config` has a model's sizes and masks. "auto" tries Flex on CUDA, if there is more than causal to do; the reference
+    on a CPU, in bf16 and for short sequences; SDPA; and at last the reference anywhere. SDPA's kernel is on CUDA the
+    faster one, forward and backward, of flash and the next that runs. Where SDPA refuses, it says why in warnings, and
+    they become the reason. Raises ValueError with all if none runs.
     """
     cuda, found = device.type == "cuda", {}
     first = ["flex"] if cuda and (config.window or config.doc_start >= 0 or config.softcap) else []
@@ -225,7 +225,7 @@ def pick_backend(attention, sdpa, config, device, dtype, micro_batch=1):
     # Another one has to be a tenth faster than flash: measured again, when a run goes on, it should win or lose again.
     best = min(found, key=lambda name: found[name][0] * (0.9 if name == "flash" else 1), default="")
     if not best or found[best][0] == math.inf:
-        raise ValueError(f"--attention {attention} with --sdpa {sdpa} leaves no kernel{note}")
+        raise ValueError(f"--attention {attention} with --sdpa {sdpa} leaves no kernel{note.replace(',', ':', 1)}")
     return best, f"attention {best}{note}"
 
 

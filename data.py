@@ -60,6 +60,7 @@ def load_tokenizer(name, folder=None):
         return read_hf_tokenizer(Path(name))
     else:
         known = ", ".join(["bytes", *tiktoken.list_encoding_names()])
+        require(os.sep not in str(name), f"{name} has no tokenizer.json")
         require(name in known.split(", "), f"unknown --tokenizer {name}; known: {known}; --train_bpe N makes your own")
         try:
             return tiktoken.get_encoding(name)
@@ -160,7 +161,7 @@ def find_files(sources):
         inside = walk(source) if os.path.isdir(source) else [source]
         texts = list(filter(is_text, inside))
         require(texts, f"{source} has no table and no text in UTF-8, which has no NUL bytes and is no PDF: convert it "
-                       "(iconv -f utf-16 -t utf-8, pdftotext)")
+                       "(iconv -f utf-16 -t utf-8, pdftotext, gunzip)")
         if left_out := sorted(set(inside).difference(texts)):
             print(f"{source}: {len(texts)} text files; left out are {len(left_out)} others, such as {left_out[0]}")
         files += texts

@@ -203,7 +203,8 @@ def table(rows, width):
 def summed_loss(x, weight, targets, softcap=0.0, chunks=1):
     """Sum of the cross-entropies of logits x weight^T: x (N, C), weight (V, C), targets (N,) -> fp32 scalar.
 
-    With several `chunks` the logits are made in so many parts, one after the other.
+    With several `chunks` the logits are made in so many parts, one after the other. An argument more has to go through
+    `ChunkedLoss`, too.
     """
     # (N, V): a softmax over 50,000 bf16 logits would lose three of its digits
     return sum(F.cross_entropy(soft_cap(F.linear(some, weight).float(), softcap), wanted, reduction="sum")
@@ -211,7 +212,7 @@ def summed_loss(x, weight, targets, softcap=0.0, chunks=1):
 
 
 def loss_chunks(tokens, vocab_size, device_type):
-    """How many parts to make the logits in, so that one has at most 64 MB, and 512 MB on a GPU: it needs longer ones.
+    """How many parts to make the logits in, so that one has at most 64 MB, on a GPU, which is fast in large ones, 512.
 
     8192 tokens x 50304 ids in fp32 are 1.6 GB, which softmax and its gradient triple.
     """
@@ -301,7 +302,7 @@ class GPT(nn.Module):
         count from the row's first real token, with `restart_positions` from the document's: a row filled up is as if
         alone.
         """
-        past = cache or KVCache(0)
+        past = cache or KVCache(0)  # without a cache nothing is past: for its zeros
         index = torch.arange(past.length, past.length + tokens.size(1), device=tokens.device)[None]  # (1, T)
         origin = document_starts(tokens, index, self.config.doc_start, past)  # (B, T)
         mask = model_mask(tokens, origin, self.config, "auto" if cache else self.backend, cache, rule,

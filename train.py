@@ -1,6 +1,6 @@
 """The main job: text in, a trained GPT out. The loop that glues the other files together.
 
-    python train.py                                              # a small model, on this machine, in about a minute
+    python train.py                                              # a small model, on this machine, in half a minute
     python train.py --data data/mine --model gpt2 --out out/mine # your text (see data.py), a published shape
     torchrun --standalone --nproc_per_node=8 train.py --model gpt2    # on eight GPUs
 
