@@ -76,8 +76,9 @@ def document_starts(tokens, index, doc_start, past):
     return origin
 
 
-# Masks that follow from the shape alone are made once. In a dict, not by functools.cache, which torch.compile ignores:
-# what it finds in a dict is an input of its graph. It stores none there, for the next call would compile once more.
+# Masks that follow from the shape alone are made once, and kept here. functools.cache would not do: torch.compile
+# ignores it, and would have the mask made in its graph. What is compiled finds masks here but stores none: a dict that
+# has changed would have it compiled again.
 MASKS = {}
 
 
@@ -100,7 +101,7 @@ def model_mask(tokens, origin, config, backend, cache=None, rule=causal, heads=N
     triangle = window == keys and queries in (1, keys) and not config.softcap
     if plain and triangle and backend in SDPA:
         return None
-    for known in MASKS if lasting else ():  # by ==, for MASKS[key] would be a graph of torch.compile for each length
+    for known in MASKS if lasting else ():  # not MASKS[key], of which torch.compile makes a graph for each length
         if known == key:
             return MASKS[known]
     if window < keys:
@@ -140,7 +141,8 @@ def reference(q, k, v, mask, softcap=0.0):
     # Grouped-query attention: so many neighbouring query heads share a key/value head.
     k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))  # (B, H, S, D)
     scores = soft_cap(q @ k.transpose(-2, -1) / math.sqrt(q.size(-1)), softcap)  # (B, H, T, S)
-    weights = scores.masked_fill(~mask, -math.inf).softmax(dim=-1, dtype=torch.promote_types(q.dtype, torch.float32))
+    scores = scores + mask if mask.is_floating_point() else scores.masked_fill(~mask, -math.inf)
+    weights = scores.softmax(dim=-1, dtype=torch.promote_types(q.dtype, torch.float32))
     return weights.to(v.dtype) @ v  # (B, H, T, D)
 
 
@@ -148,6 +150,7 @@ def attend(q, k, v, mask=None, backend="auto", softcap=0.0):
     """Attention output (B, H, T, D) for q (B, H, T, D) and k, v (B, K, S, D); H must be a multiple of K.
 
     `mask` is `make_mask`'s for the same backend; None means causal, the queries being the last T of the S positions.
+    But for Flex it may be numbers in the place of bool, which are added to the scores, as ALiBi's are.
     `backend` is "sdpa", one of its KERNELS, "flex", "reference", or "auto": SDPA, and the reference for soft-capping.
     `softcap` is the scores' limit (0: none), which SDPA does not have: ValueError.
     """
@@ -251,8 +254,7 @@ class KVCache:
         if name not in self.rings:
             # On a CPU bf16 becomes fp32, which SDPA reads 2 to 6 times as fast for a single query; autocast undoes it.
             slow = (new.device.type, new.dtype) == ("cpu", torch.bfloat16) and not torch.is_autocast_enabled("cpu")
-            self.rings[name] = new.new_empty(*new.shape[:-2], self.capacity, new.size(-1),
-                                             dtype=torch.float32 if slow else new.dtype)
+            self.rings[name] = (new.float() if slow else new).new_empty(*new.shape[:-2], self.capacity, new.size(-1))
         ring, more, room = self.rings[name], new.size(-2), self.capacity
         new = new.to(ring.dtype)
         # Position p is in row p % room: of room 4, after 6 tokens, the rows are those of 4 5 2 3.

@@ -13,9 +13,11 @@ import json
 import os
 import pickle
 import re
+import shlex
 import shutil
 import sys
 import warnings
+import zipfile
 import zlib
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
@@ -30,13 +32,12 @@ from safetensors.torch import load_file, save_file
 
 # ---- one key set: model and optimizers as one flat {name: tensor} ---------------------------------------------------
 
-WRAPPERS = {"module", "_orig_mod", "_checkpoint_wrapped_module"}  # of DDP, torch.compile, activation checkpointing
+WRAPPERS = r"\b(module|_orig_mod|_checkpoint_wrapped_module)\."  # of DDP, torch.compile, activation checkpointing
 
 
 def parameter_names(model):
     """{parameter: its name without wrapper prefixes}: the same names whatever wraps the model."""
-    return {parameter: ".".join(part for part in name.split(".") if part not in WRAPPERS)
-            for name, parameter in model.named_parameters()}
+    return {parameter: re.sub(WRAPPERS, "", name) for name, parameter in model.named_parameters()}
 
 
 def owners(model, optimizers):
@@ -59,7 +60,7 @@ def tensors(model, optimizers=()):
     for key, value in moments.items():
         like = state_of[key.rpartition(".")[0]][2]
         if not (torch.is_tensor(value) and value.shape in (like.shape, ()) and str(value.dtype)[6:] in DTYPES):
-            raise ValueError(f"{key} is no tensor of its parameter's shape in {DTYPES}: nothing could load it again")
+            raise ValueError(f"{key} is no tensor of its parameter's shape or of none, in {DTYPES}: nothing loads it")
     return {f"model.{name}": parameter.detach() for parameter, name in parameter_names(model).items()} | moments
 
 
@@ -565,6 +566,8 @@ def read_hf(path):
     path = file = Path(path)
     try:
         if path.is_file():
+            if not zipfile.is_zipfile(path):
+                raise ValueError("it is no file of torch.save")
             saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
             kind, found, args = "gpt2", dict(saved["model"]), {"model_type": "gpt2", **saved["model_args"]}
             args |= {"n_positions": args.pop("block_size"), "resid_pdrop": args.pop("dropout", 0.0)}
@@ -582,8 +585,12 @@ def read_hf(path):
                 file = path / name
                 found |= load_file(file)
     except Exception as error:  # whatever readers of JSON, zip, pickle and safetensors make of a damaged file
-        raise ValueError(f"{file} cannot be imported: {reason(error)}; expected an existing Hugging Face folder (hf "
-                         "download NAME --local-dir DIR makes one, python checkpoint.py export RUN DIR one of a run), "
+        why = getattr(error, "strerror", None) or reason(error)
+        found = f"{file} cannot be imported: {why}" if path.exists() else f"{path} does not exist"
+        if Path(path, "metrics.jsonl").exists():
+            run = shlex.quote(str(path))
+            raise ValueError(f"{run} is a run: python checkpoint.py export {run} DIR, then take DIR") from None
+        raise ValueError(f"{found}; expected a Hugging Face folder (hf download NAME --local-dir DIR makes one), "
                          "nanoGPT's ckpt.pt or, to sample from or export, a run with a checkpoint") from None
     base, tensors = "transformer." if kind == "gpt2" else "model.", {}
     for name, tensor in found.items():
@@ -666,14 +673,13 @@ def export_hf(model, fields, folder, dtype=torch.float32, shard_bytes=5 * 10 ** 
     config, state = hf_config(fields), {name: parameter for parameter, name in parameter_names(model).items()}
     kind = config["model_type"]
     with new_folder(folder) as folder:
-        groups, room = [], 0
+        groups, room, index = [], 0, {}
         for name, ours in hf_names(kind, state).items():
             size = dtype.itemsize * sum(state[part].numel() for part in ours)
             if size > room:
                 groups, room = groups + [{}], shard_bytes
             groups[-1][name] = ours
             room -= size
-        index = {}
         for number, group in enumerate(groups, 1):
             file = f"model-{number:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else "model.safetensors"
             tensors = {name: torch.cat([state[part] for part in ours]).to(dtype) for name, ours in group.items()}
@@ -758,7 +764,7 @@ def main():
         out, fields = config.out[0], asdict(model.config)
         if config.command == "import":
             with new_folder(out):
-                extra |= dict(config={"optimizer": "none (imported: export it, then --init_from)"}, model=fields)
+                extra |= dict(config={"optimizer": None}, model=fields)
                 Checkpointer(out).save(0, model, (), extra)
         else:
             tokenizer = data.load_tokenizer(extra["tokenizer"], extra["data"]) if extra["tokenizer"] else None

@@ -156,10 +156,12 @@ def find_files(sources):
         return [path for path in walk(os.path.dirname(os.__file__), skip) if path.suffix == ".py"]
     files = []
     for source in sources:
-        if not (os.path.isdir(source) or os.path.isfile(source) or source == "-" or str(source).startswith("hf:")):
+        named = source == "-" or str(source).startswith("hf:")
+        if not (named or os.path.isdir(source) or os.path.isfile(source)):
             raise FileNotFoundError(f"{source} is neither a file nor a folder (nor hf:NAME, nor - for standard input)")
         inside = walk(source) if os.path.isdir(source) else [source]
-        texts = list(filter(is_text, inside))
+        require(inside, f"{source} is empty, expected text")
+        texts = [file for file in inside if named or is_text(file)]
         require(texts, f"{source} has no table and no text in UTF-8, which has no NUL bytes and is no PDF: convert it "
                        "(iconv -f utf-16 -t utf-8, pdftotext, gunzip)")
         if left_out := sorted(set(inside).difference(texts)):
@@ -179,12 +181,9 @@ def walk(root, skip=()):
 
 def is_text(source):
     """A file without NUL bytes is text, the first 8 KB tell (as in git); a PDF is none, a table is, even compressed."""
-    if source == "-" or str(source).startswith("hf:"):
-        return True
     if not os.path.isfile(source) or is_table(source):  # not a broken link, nor a pipe
         return os.path.isfile(source)
-    with open(source, "rb") as file:
-        head = file.read(8192)
+    head = np.fromfile(source, np.uint8, 8192).tobytes()
     return b"\0" not in head and not head.startswith(b"%PDF-")
 
 
@@ -223,7 +222,8 @@ def read_table(source, key):
             number += 1
     except (ValueError, OSError, RuntimeError, EOFError, zlib.error) as error:  # no JSON, a cut file, no network
         # pyarrow and datasets explain themselves in many lines
-        raise ValueError(f"{source}, row {number}: {' '.join(str(error).split())}") from None
+        why = f"no JSON, {error.msg}" if isinstance(error, json.JSONDecodeError) else " ".join(str(error).split())
+        raise ValueError(f"{source}, row {number}: {why}") from None
 
 
 def read_documents(files, keys):
@@ -315,7 +315,8 @@ def encode(encoding, entries):
 FORMATS = {(20240520, 1): "<u2", (20240801, 7): "<u4", (20240520, 100): "u1"}
 LLM_C = {"<u2": {"tokenizer": "gpt2", "vocab_size": 50257, "eot": 50256},
          "<u4": {"tokenizer": None, "vocab_size": 128256, "eot": 128001}}
-HEADERLESS = 'nanoGPT\'s files need a meta.json like {"header": false, "tokenizer": "gpt2", "vocab_size": 50257}'
+HEADERLESS = ('nanoGPT\'s files need a meta.json like {"header": false, "tokenizer": "gpt2", "vocab_size": 50257}, or, '
+              'beside a meta.pkl, with "tokenizer": null and the vocab_size in it')
 HEADER = 256 * 4  # bytes: 256 int32, of which magic, version and number of tokens are used
 # The types that these entries of meta.json must have; null is as good as none.
 META = dict(header=bool, tokenizer=str, vocab_size=int, eot=int, train_tokens=int, val_tokens=int, val_bytes=int)
@@ -381,7 +382,8 @@ def tokenize(corpus, folder, config):
                 meta[f"{split}_tokens"] += len(ids)
                 bar.update(len(ids))
             ahead.extend(itertools.islice(tasks, 1))
-    require(meta["train_tokens"], "the sources hold no text to train on")
+    for split, share, size in (("train", 1, meta["train_tokens"]), ("val", config.val_fraction, meta["val_tokens"])):
+        require(not share or size > 2, f"the sources hold {size} {split} tokens, expected at least 3: give more text")
     if unreadable:
         print(f"note: {unreadable:,} x U+FFFD, in place of what is no UTF-8: convert it (iconv -f latin1 -t utf-8)")
     if config.prompt_key:  # a loss of responses alone has no bits per byte of all the text
@@ -564,7 +566,8 @@ def batches(dataset, step, batch_size, micro_batch, rank=0, world=1, device="cpu
     """Endless iterator of (x, y), int64 (micro_batch, T) on `device`, from the first micro-batch of `step` on.
 
     Step s is windows [s * batch_size, (s + 1) * batch_size) of the stream whatever the layout; ranks and micro-steps
-    only divide it. `dataset` is a TokenDataset, or has its `__getitems__`. `batch_size` is global, in windows a step.
+    only divide it. `dataset` is a TokenDataset, or has its `__getitems__` (train.py also asks for `fixed`, `windows`,
+    `tokens` and `meta`). `batch_size` is global, in windows a step.
     `workers`: processes that read ahead, None for two beside a GPU and none on a CPU, where this process reads faster
     than they deliver.
     """

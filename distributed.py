@@ -154,15 +154,17 @@ def start(device="auto", fsdp=False, replicas=1, tp=1, timeout=None, flags=None,
 
 def same(values):
     """ValueError, on all processes, unless `values`, a dict, is the same on all; without a process group it is."""
-    everyone = [values]
+    everyone = [(socket.gethostname(), values)]
     if dist.is_available() and dist.is_initialized():
         everyone *= dist.get_world_size()
-        dist.all_gather_object(everyone, values)
-    for rank, others in enumerate(everyone):
-        for odd in everyone[0] | others:
-            here, there = (each.get(odd, "unknown") for each in (everyone[0], others))
+        dist.all_gather_object(everyone, everyone[0])
+    host, first = everyone[0]
+    for rank, (other, found) in enumerate(everyone):
+        for odd in first | found:
+            here, there = (each.get(odd, "unknown") for each in (first, found))
             if here != there:
-                raise ValueError(f"{odd} is {here} on process 0, {there} on process {rank}: start all machines alike")
+                raise ValueError(f"{odd} is {here} on process 0 ({host}), {there} on process {rank} ({other}): "
+                                 "start all machines alike")
 
 
 def meet(timeout):
@@ -178,8 +180,7 @@ def meet(timeout):
         store.set(f"ask {rank}", attempt)
         attempt = store.get(f"answer {attempt}").decode()  # waits for it
         store.set(f"{attempt} {rank}", "here")
-    others = range(1, size if rank == 0 else 1)
-    while missing := [other for other in others if not store.check([f"{attempt} {other}"])]:
+    while missing := [other for other in range(1, 1 if rank else size) if not store.check([f"{attempt} {other}"])]:
         for other in filter(lambda other: store.check([f"ask {other}"]), missing):
             store.set("answer " + store.get(f"ask {other}").decode(), attempt)
         if time.monotonic() > end:
@@ -208,38 +209,61 @@ def stand_together(world, store):
     """From here until `stop`, when one process ends by an error or any exit, all do: within seconds, on all machines.
 
     torchrun ends the processes of its own machine; those of the others would wait in a collective for --timeout. Of one
-    that is killed they hear from torchrun, by a closed connection, or after --timeout.
+    that is killed they hear from torchrun, by a closed connection, or after --timeout; who it is shows by its pulse.
     """
     stopped, show, name = threading.Event(), sys.excepthook, f"process {world.rank} on {socket.gethostname()}"
     world.entered.callback(stopped.set)
 
+    def pulses():
+        return ask(lambda: [store.get(f"pulse {rank}").decode() for rank in range(world.size)])
+
+    def silent():
+        if not (before := pulses()):
+            return ["the machine that holds torchrun's store,"]
+        time.sleep(3)
+        return [now for now, then in zip(pulses() or (), before) if now and now == then]
+
     def leave(*error):
-        first = True
-        with suppress(RuntimeError):  # the store may have gone with its process
-            first = stopped.is_set() or store.add("ends", 1) == 1
+        first = stopped.is_set() or ask(lambda: store.add("ends", 1)) in (1, None)
         if error and first:
             show(*error)
+            if names := silent():
+                print("most likely because of", *names, "which was killed, or hangs", file=sys.stderr, flush=True)
         elif error:  # most likely a consequence, as a closed connection is
             line = str(error[1]).partition("\n")[0]
             print(f"{name} ends, too: {error[0].__name__}: {line}", file=sys.stderr, flush=True)
         if not stopped.is_set():
-            with suppress(RuntimeError):  # the store may have gone with its process
-                store.set("ended", name)
+            ask(lambda: (store.set(f"pulse {world.rank}", ""), store.set("ended", name)))
             os._exit(1)  # at once: a tidy exit could wait for peers that wait for this process
 
-    def watch(store):
+    def watch(store, beat=0):
         while not stopped.wait(1):
             try:
-                ended = store.get("ended").decode() if store.check(["ended"]) else ""
+                store.set(f"pulse {world.rank}", f"{name}, pulse {(beat := beat + 1)},")
+                why = f"{store.get('ended').decode()} has, which says why" if store.check(["ended"]) else ""
             except RuntimeError:
-                ended = "the process that holds the store"
-            if ended and not stopped.is_set():
+                why = "torchrun's store has gone: torchrun on the first machine was ended, or that machine is down"
+            if why and not stopped.is_set():
                 if not setting("LOCAL_RANK"):
-                    print(f"{name} ends because {ended} has, which says why", file=sys.stderr, flush=True)
+                    print(f"{name} ends because {why}", file=sys.stderr, flush=True)
                 os._exit(1)
     sys.excepthook = leave
     atexit.register(leave)
+    store.set(f"pulse {world.rank}", f"{name}, pulse 0,")
     threading.Thread(target=watch, args=(store.clone(),), daemon=True).start()  # a connection is one thread's
+
+
+def ask(request):
+    """What `request()` to a store returns; None if the store has gone, or does not answer within ten seconds."""
+    answers = []
+
+    def run():
+        with suppress(RuntimeError):
+            answers.append(request())
+    thread = threading.Thread(target=run, daemon=True)
+    thread.start()
+    thread.join(10)
+    return answers[0] if answers else None
 
 
 def refuse(message, code):
@@ -309,6 +333,8 @@ def shard(raw, world, param_dtype=torch.float32, activation_checkpoint="none", c
 # Module name -> style. Megatron's pairing (Shoeybi et al. 2019): a column-wise product leaves each process a share of
 # the heads or hidden units, the row-wise product after it sums over them: one collective for two matrices. Between the
 # pairs activations are sharded over the sequence (Korthikanti et al. 2022): norms and residuals cost 1/tp as much.
+# A "norm" is read by products, "heads" are modules whose forward is given (B, T, H, D). There is no row for a product
+# that each process would compute whole, as a router's: nobody would add up the parts of its gradient.
 PLAN = {
     "embed": "table", "position": "table", "norm": "norm", "head": "column",
     "attn_norm": "norm", "q": "column", "k": "column", "v": "column", "q_norm": "heads", "k_norm": "heads", "o": "row",
@@ -351,12 +377,11 @@ def checkpoint_activations(block, selective):
     from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
     # Under torch.compile it would say for each block that `selective` is experimental there.
     logging.getLogger("torch._higher_order_ops.wrap").setLevel(logging.ERROR)
-    forward, recompute = block.forward, partial(checkpoint, use_reentrant=False)
-    if selective:
-        recompute = partial(recompute, context_fn=partial(create_selective_checkpoint_contexts, expensive_ops()))
+    forward = block.forward
+    options = dict(context_fn=partial(create_selective_checkpoint_contexts, expensive_ops())) if selective else {}
 
-    def checkpointed(*inputs):
-        return recompute(forward, *inputs)
+    def checkpointed(*inputs, **named):
+        return checkpoint(forward, *inputs, use_reentrant=False, **options, **named)
     block.forward = checkpointed
 
 
@@ -401,8 +426,7 @@ def materialize(raw, device, seed):
     process ever holds more than one whole parameter.
     """
     if name := next((name for name, _ in raw.named_buffers()), None):
-        raise ValueError(f"{name} is a buffer, which nothing here fills: make it in forward, or a parameter that "
-                         "GPT.initial has a rule for")
+        raise ValueError(f"{name} is a buffer, which nothing fills: make it in forward, or a parameter of GPT.initial")
     raw.to_empty(device=device)
     for name, parameter in raw.named_parameters():
         parameter.copy_(share(raw.initial(name, seed), parameter))
@@ -458,8 +482,7 @@ def share(tensor, like):
 
 # GPU -> memory (GB), dense bf16 TFLOP/s, and GB/s that one GPU sends to its neighbours in the machine and to other
 # machines. Vendors' figures: NVLink in one direction; a network port of 200 (A100) or 400 Gbit/s for each GPU.
-GPUS = {"A100": (80, 312, 300, 25), "H100": (80, 989, 450, 50), "H200": (141, 989, 450, 50),
-        "B200": (180, 2250, 900, 50)}
+GPUS = dict(A100=(80, 312, 300, 25), H100=(80, 989, 450, 50), H200=(141, 989, 450, 50), B200=(180, 2250, 900, 50))
 EFFICIENCY = 0.5  # assumed share of that peak which the kernels of a block reach when they wait for nothing
 STATES = {"AdamW": 2, "Muon": 1, "SGD": 1}  # fp32 tensors that an optimizer keeps for a parameter: moments, momentum
 
@@ -483,12 +506,11 @@ def activation_bytes(block, policy, tp=1, stream=2):
     heads, hidden = (sum(part.in_features for name, part in linear if name == of) for of in ("o", "down"))
     gated = sum(part.out_features for name, part in linear if name == "gate")
     columns = sum(part.out_features for name, part in linear if PLAN[name] == "column")
-    if policy == "block":  # its input
-        return stream * C / tp
-    if policy == "selective":  # and what the matrix products and the attention made
-        return stream * C / tp + 2 * (2 * C + (columns + heads) / tp)
-    # Both norms' inputs and outputs (whole under tp), products, attention, the activation function, the gated product.
-    return 2 * stream * C / tp + 2 * (2 * C + (columns + heads + hidden + gated) / tp)
+    return {
+        "block": stream * C / tp,  # its input
+        "selective": stream * C / tp + 2 * (2 * C + (columns + heads) / tp),  # and what products and attention made
+        # Norms' inputs and outputs (whole under tp), products, attention, the activation function, the gated product.
+        "none": 2 * stream * C / tp + 2 * (2 * C + (columns + heads + hidden + gated) / tp)}[policy]
 
 
 def plan(build, optimizers, gpus, fsdp=False, replicas=1, tp=1, micro_batch=1, seq_len=1024, reshard=True,
@@ -544,7 +566,8 @@ def plan(build, optimizers, gpus, fsdp=False, replicas=1, tp=1, micro_batch=1, s
         # A gather and a scatter of (B, T, C) for each half of a block: forward, backward, again where it is recomputed.
         "tp": 2 * tokens * C * (1 - 1 / tp) * layers * 4 * accumulation * (2 + recomputed)}
     spans = {"tp": tp, "shard": tp * shards, "replicate": gpus}  # GPUs over which neighbours in a dimension are spread
-    waits = {name: n / 1e9 / (outside if machine % spans[name] else inside) for name, n in sent.items()}
+    waits = {name: n / 1e9 / (outside if gpus > machine and machine % spans[name] else inside)
+             for name, n in sent.items()}
     # On each GPU Muon computes, five times, x x^T, its square and their product with x, of all its matrices x.
     flops_muon = sum(5 * (4 * rows ** 2 * columns + 2 * rows ** 3) for rows, columns in hidden)
     spent = {"model": flops * (4 / 3 if recomputed else 1) / (peak * 1e12 * EFFICIENCY),
@@ -568,6 +591,26 @@ def smallest_change(predict, gpus, micro_batch):
                 return change
 
 
+def show(config, found, change):
+    """Print what `plan` has `found` for a launch of `config`, and the flags that make it fit."""
+    told = "" if config.batch_size else " (assumed: tell train.py, too)"
+    print(f"{config.gpus} x {config.gpu}, {config.machine} in a machine, --batch_size {found['batch_size']} "
+          f"--micro_batch {found['micro_batch']}{told}")
+    print("gathered: 16-bit weights; block, root: gradients and what is recomputed where backward is; "
+          "the peak is less than the sum, for not all are there at once\nsharded gradients are whole while "
+          "micro-batches accumulate; each GPU does all of Muon's work; what is sent meanwhile is hidden behind it")
+    unit, scale = ("GB", 1e9) if found["memory"]["peak"] > 1e9 else ("MB", 1e6)
+    for what, purposes, one in ((f"{unit} per GPU", found["memory"], scale), ("ms a step", found["spent"], 1e-3),
+                                  (f"{unit} sent per GPU and step", found["sent"], scale)):
+        for purpose, n in purposes.items():
+            print(f"{purpose:14s} {n / one:9.3f} {what}")
+    print(f"{'checkpoint':14s} {found['saved'] / scale:9.3f} {unit} on disk, for each that is kept or being written")
+    print(f"{'step':14s} {1e3 * found['seconds']:9.3f} ms: {found['tokens_per_s']:,.0f} tokens/s, MFU "
+          f"{found['mfu']:.0%}, if kernels reach {EFFICIENCY:.0%} of the peak")
+    print("fits" if found["fits"] else f"does not fit; the smallest change that does: {change or 'none'}",
+          f"(one {config.gpu} has {GPUS[config.gpu][0]} GB, of which 8 % are left to the allocator and NCCL)")
+
+
 def main():
     """Print the plan of one launch: of train.py's run with these flags, in bf16, and with the ids of the preset."""
     import train
@@ -581,12 +624,17 @@ def main():
         machine: Annotated[int, "GPUs of one machine, which share fast links"] = 8
         gpu: Annotated[Literal[tuple(GPUS)], "which"] = "H100"
 
+        def __post_init__(self):
+            super().__post_init__()
+            train.require(1 <= self.gpus <= 10 ** 4, f"--gpus is {self.gpus}, expected 1 to 10000")
+            train.require(self.machine >= 1, f"--machine is {self.machine}, expected at least 1")
+            train.require(self.dtype in ("auto", "bf16"), f"--dtype {self.dtype} is not predicted: bf16 is")
+            train.require(not self.offload, "--offload is not predicted: what it costs depends on the host")
+            train.require(self.attention != "reference", "--attention reference is not predicted: it keeps all scores")
+            train.require(self.device in ("auto", "cuda"), f"--device {self.device} is not predicted: GPUs are")
+
     def predict(**change):
         now = replace(config, **change)
-        train.require(1 <= now.gpus <= 10 ** 4, f"--gpus is {now.gpus}, expected 1 to 10000")
-        train.require(now.machine >= 1, f"--machine is {now.machine}, expected at least 1")
-        train.require(now.dtype in ("auto", "bf16"), f"--dtype {now.dtype} is not predicted: bf16 is")
-        train.require(not now.offload, "--offload is not predicted: what it costs depends on the host")
         fields = train.model_config(now, PRESETS[now.model or "nano"].get("vocab_size", 257))
         ranks = max(1, now.gpus // now.tp)  # that have data of their own
         now.batch_size = now.batch_size or ranks * (now.micro_batch or 1)
@@ -595,7 +643,8 @@ def main():
         build_optimizers = partial(train.build_optimizer, config=now, peak=1.0, dtype=torch.bfloat16)
         found = plan(partial(GPT, fields), build_optimizers, now.gpus, now.fsdp, now.replicas, now.tp, micro_batch,
                      fields.seq_len, now.reshard, now.activation_checkpoint, now.batch_size // ranks // micro_batch,
-                     now.gpu, chunks, now.machine, n_head=fields.n_head, n_kv_head=fields.n_kv_head)
+                     now.gpu, chunks, now.machine, n_head=fields.n_head, n_kv_head=fields.n_kv_head,
+                     n_hidden=fields.n_hidden)
         return dict(found, micro_batch=micro_batch, batch_size=now.batch_size)
     with train.command(PlanConfig, "distributed.py") as config:
         try:
@@ -606,23 +655,8 @@ def main():
         except ValueError as error:  # flags that do not go together
             refuse(f"distributed.py: {error}", 2)
         except KeyError as error:
-            refuse(f"distributed.py: {error} is no optimizer in STATES, or no product of PLAN: the planner needs it", 2)
-        told = "" if config.batch_size else " (assumed: tell train.py, too)"
-        print(f"{config.gpus} x {config.gpu}, {config.machine} in a machine, --batch_size {found['batch_size']} "
-              f"--micro_batch {found['micro_batch']}{told}")
-        print("gathered: 16-bit weights; block, root: gradients and what is recomputed where backward is; "
-              "the peak is less than the sum, for not all are there at once\nsharded gradients are whole while "
-              "micro-batches accumulate; each GPU does all of Muon's work; what is sent meanwhile is hidden behind it")
-        for unit, purposes, scale in (("GB per GPU", found["memory"], 1e9), ("s a step", found["spent"], 1),
-                                      ("GB sent per GPU and step", found["sent"], 1e9)):
-            for purpose, n in purposes.items():
-                print(f"{purpose:14s} {n / scale:9.3f} {unit}")
-        print(f"{'checkpoint':14s} {found['saved'] / 1e9:9.3f} GB on disk, for each one that is kept or being written")
-        print(f"{'step':14s} {found['seconds']:9.3f} s: {found['tokens_per_s']:,.0f} tokens/s, MFU {found['mfu']:.0%}, "
-              f"if kernels reach {EFFICIENCY:.0%} of the peak")
-        words = [f"--{name}" if value is True else f"--{name} {value}" for name, value in (change or {}).items()]
-        print("fits" if found["fits"] else f"does not fit; the smallest change that does: {' '.join(words) or 'none'}",
-              f"(one {config.gpu} has {GPUS[config.gpu][0]} GB, of which 8 % are left to the allocator and NCCL)")
+            refuse(f"distributed.py: {error} has no row in STATES (optimizers) or PLAN (products): add one", 2)
+        show(config, found, change and train.spell(change))
 
 
 if __name__ == "__main__":

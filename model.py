@@ -55,16 +55,16 @@ class ModelConfig:
             raise ValueError("a mask of documents needs the id that begins one: \"eot\" of meta.json is null")
         if self.restart_positions and self.doc_start < 0:
             raise ValueError("--restart_positions has no effect without --doc_mask: add --doc_mask, or drop it")
-        # A window of seq_len would have no effect.
-        bounds = dict(vocab_size=(1, 2 ** 31), seq_len=(1, 2 ** 31), n_head=(1, 2 ** 31), n_embd=(1, 2 ** 31),
-                      n_layer=(1, 10 ** 5), head_dim=(0, 2 ** 31), n_hidden=(0, 2 ** 31), norm_eps=(0, 1),
-                      dropout=(0, 1), window=(0, self.seq_len), rope_theta=(1, math.inf), softcap=(0, math.inf),
-                      head_softcap=(0, math.inf))
+        if self.window >= self.seq_len:
+            raise ValueError(f"window {self.window} has no effect: seq_len {self.seq_len} is no larger, leave it out")
+        least = dict(vocab_size=1, seq_len=1, n_head=1, n_embd=1, n_layer=1, head_dim=0, n_hidden=0, norm_eps=0,
+                     dropout=0, window=0, rope_theta=1, softcap=0, head_softcap=0)
+        top = dict(n_layer=10 ** 5, norm_eps=1, dropout=1, rope_theta=math.inf, softcap=math.inf, head_softcap=math.inf)
         for kind in fields(self):
             if get_origin(kind.type) is Literal and getattr(self, kind.name) not in get_args(kind.type):
                 raise ValueError(f"{kind.name} is {getattr(self, kind.name)!r}, expected one of {get_args(kind.type)}")
-        for name, (low, high) in bounds.items():
-            if not low <= getattr(self, name) < high:
+        for name, low in least.items():
+            if not (high := top.get(name, 2 ** 31)) > getattr(self, name) >= low:
                 raise ValueError(f"{name} is {getattr(self, name)}, expected {low} <= {name} < {high}")
         if not self.head_dim and self.n_embd % self.n_head:
             raise ValueError(f"n_embd {self.n_embd} is not divisible by n_head {self.n_head}: "
@@ -85,7 +85,7 @@ GPT2 = dict(vocab_size=50257, seq_len=1024, norm="layernorm", position="learned"
 STRETCH = dict(rope_type="llama3", low_freq_factor=1.0, high_freq_factor=4.0, original_max_position_embeddings=8192)
 LLAMA = dict(vocab_size=128256, seq_len=131072, n_kv_head=8, n_head=32, norm_eps=1e-5, rope_theta=500000.0)
 
-PRESETS = {
+PRESETS = {  # train.TrainConfig's --model has their names, too
     "nano": dict(seq_len=256, n_layer=2, n_head=4, n_embd=128, qk_norm=True),
     "gpt2": dict(n_layer=12, n_head=12, n_embd=768, **GPT2),
     "gpt2-medium": dict(n_layer=24, n_head=16, n_embd=1024, **GPT2),
@@ -125,8 +125,8 @@ def rotate(x, rope):
 
 def make_norm(config):
     """The network's norm over C; both compute their statistics in fp32 under autocast, for their input is fp32."""
-    width, eps = config.n_embd, config.norm_eps
-    return nn.RMSNorm(width, eps=eps) if config.norm == "rmsnorm" else nn.LayerNorm(width, eps=eps, bias=config.bias)
+    kind, options = {"rmsnorm": (nn.RMSNorm, {}), "layernorm": (nn.LayerNorm, dict(bias=config.bias))}[config.norm]
+    return kind(config.n_embd, eps=config.norm_eps, **options)
 
 
 class Attention(nn.Module):
@@ -154,8 +154,8 @@ class Attention(nn.Module):
         # Kept after their rotation: a key's angle is that of its own position, whoever looks at it later.
         if cache is not None:
             k, v = cache.extend(f"k{self.layer}", k), cache.extend(f"v{self.layer}", v)  # (B, K, S, D)
-        # With a cache SDPA or the reference computes it, whatever trained: a fork of the formula changes "auto", too.
-        # So it is with the mask of one batch's own rule where flash trains, which on CUDA takes none.
+        # "auto", SDPA or the reference, also where another kernel trained: with a cache, for Flex is made for training;
+        # and for one batch's own mask where flash trained, which on CUDA takes none. A fork's formula has to be there.
         auto = cache or mask is not None and self.backend == "flash" and mask.is_cuda
         dtype, q = q.dtype, q.type_as(k)
         y = attend(q, k, v, mask, "auto" if auto else self.backend, self.config.softcap)
@@ -167,7 +167,7 @@ class MLP(nn.Module):
 
     def __init__(self, config):
         super().__init__()
-        self.approximate = "none" if config.mlp == "gelu_exact" else "tanh"
+        self.approximate = {"swiglu": None, "gelu": "tanh", "gelu_exact": "none"}[config.mlp]
         self.gate = nn.Linear(config.n_embd, config.n_hidden, bias=config.bias) if config.mlp == "swiglu" else None
         self.up = nn.Linear(config.n_embd, config.n_hidden, bias=config.bias)
         self.down = nn.Linear(config.n_hidden, config.n_embd, bias=config.bias)
@@ -204,7 +204,7 @@ def summed_loss(x, weight, targets, softcap=0.0, chunks=1):
     """Sum of the cross-entropies of logits x weight^T: x (N, C), weight (V, C), targets (N,) -> fp32 scalar.
 
     With several `chunks` the logits are made in so many parts, one after the other. An argument more has to go through
-    `ChunkedLoss`, too.
+    `ChunkedLoss`, too. A term of training alone belongs into GPT.forward: this is the validation loss as well.
     """
     # (N, V): a softmax over 50,000 bf16 logits would lose three of its digits
     return sum(F.cross_entropy(soft_cap(F.linear(some, weight).float(), softcap), wanted, reduction="sum")
@@ -277,9 +277,9 @@ class GPT(nn.Module):
         """
         shape = self.get_parameter(name).shape
         kind = name.split(".")[-2:]
-        if "norm" in name:
+        if kind[0].endswith("norm"):
             return torch.ones(shape) if kind[-1] == "weight" else torch.zeros(shape)
-        if kind[-1] == "bias" or kind[0] in ("o", "down"):
+        if kind[-1] == "bias" and len(shape) == 1 or kind[0] in ("o", "down"):
             return torch.zeros(shape)
         if kind[0] not in ("embed", "head", "position", "q", "k", "v", "gate", "up"):
             raise ValueError(f"GPT.initial has no rule for {name}: add one, for what a module's __init__ sets is lost")
@@ -316,13 +316,9 @@ class GPT(nn.Module):
             x = block(x, rope, mask, cache)
         return self.norm(x)
 
-    def head_weight(self):
-        """Of the product that makes the logits, (V, C)."""
-        return self.embed.weight if self.head is None else self.head.weight
-
     def logits(self, x):
         """x (B, T, C) from `hidden` -> (B, T, V), before soft-capping."""
-        return F.linear(x, self.head_weight())
+        return F.linear(x, (self.head or self.embed).weight)
 
     def forward(self, tokens, targets=None, cache=None, last=False, rule=causal):
         """Logits (B, T, V), or with `targets` (B, T) the fp32 *sum* of the losses over all targets that are not -100.
@@ -334,7 +330,7 @@ class GPT(nn.Module):
         x = self.hidden(tokens, cache, rule)  # (B, T, C)
         if targets is None:
             return soft_cap(self.logits(x[:, -1:] if last else x), self.config.head_softcap)
-        x, targets, weight = x.flatten(0, 1), targets.flatten(), self.head_weight()  # (N, C), (N,), (V, C)
+        x, targets, weight = x.flatten(0, 1), targets.flatten(), (self.head or self.embed).weight  # (N, C), (N), (V, C)
         softcap, chunks = self.config.head_softcap, loss_chunks(len(x), weight.size(0), x.device.type)
         if chunks == 1:
             return summed_loss(x, weight, targets, softcap)
@@ -421,13 +417,12 @@ def prepacked(model, rows):
     def twin(part):
         other = object.__new__(type(part))  # copy.copy takes no parametrized module
         vars(other).update(vars(part), _modules={name: child and twin(child) for name, child in part._modules.items()})
-        if type(part) is nn.Linear and part is not model.head and "forward" not in vars(part) and (
-                "weight" in part._parameters):
+        if type(part) is nn.Linear and part is not model.head and "forward" not in vars(part):
             other.forward = product(part.weight, part.bias)
         return other
     other = twin(model)
     if type(model).logits is GPT.logits and "logits" not in vars(model):
-        other.logits = product(model.head_weight())
+        other.logits = product((model.head or model.embed).weight)
     return other
 
 
@@ -457,10 +452,13 @@ class SampleConfig:
 
     def __post_init__(self):
         """Refuse what no sampling does."""
-        if not (self.tokens >= 0 and (self.temperature == 0 or 1e-3 <= self.temperature < math.inf) and self.top_k >= 0
-                and 0 < self.top_p <= 1 and 0 <= (self.seed or 0) < 2 ** 63):
-            raise ValueError("expected --tokens >= 0, --temperature 0 or at least 0.001, --top_k >= 0, "
-                             "0 < --top_p <= 1 and 0 <= --seed < 2^63")
+        for name, expected, right in (
+                ("tokens", "0 or more", self.tokens >= 0), ("top_k", "0 or more", self.top_k >= 0),
+                ("temperature", "0 or at least 0.001", self.temperature == 0 or 1e-3 <= self.temperature < math.inf),
+                ("top_p", "above 0, at most 1", 0 < self.top_p <= 1),
+                ("seed", "0 to 2^63 - 1", 0 <= (self.seed or 0) < 2 ** 63)):
+            if not right:
+                raise ValueError(f"--{name} is {getattr(self, name)}, expected {expected}")
 
 
 def main():

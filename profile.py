@@ -61,11 +61,11 @@ def peak_flops(device, dtype, tflops=None):
     if tflops:
         return tflops * 1e12, source
     size = 1024 if device.type == "cpu" else 8192
-    if device.type == "cpu" and dtype == torch.float16:  # whose products alone are slower than within a model
-        dtype = torch.float32
-    a, b = (torch.randn(size, size, device=device).to(dtype) for _ in range(2))
+    slow = device.type == "cpu" and dtype == torch.float16  # its products alone are slower than within a model
+    a, b = (torch.randn(size, size, device=device).to(torch.float32 if slow else dtype) for _ in range(2))
     # The first call chooses and loads the kernel; .item() waits for the device.
-    seconds = min(timeit.repeat(lambda: (a @ b)[0, 0].item(), number=1, repeat=4))
+    # The fastest of several, for other programs may be busy: a peak that is too low makes MFU too high.
+    seconds = min(timeit.repeat(lambda: (a @ b)[0, 0].item(), number=1, repeat=8))
     return 2 * size ** 3 / seconds, f"measured here on {size} x {size} matrices"
 
 
@@ -87,7 +87,7 @@ def peak_memory(device):
 
 
 class Meter:
-    """Throughput between two readings: `start()` when optimizer work begins, `read(tokens)` when some of it is done.
+    """Throughput: `start()` when optimizer work begins, `read(tokens)` when some of it is done.
 
     `flops_per_token` and `peak` (FLOP/s of all devices together) turn tokens per second into MFU.
     """
@@ -97,25 +97,23 @@ class Meter:
         self.start()
 
     def start(self):
-        """Begin anew; what passed since the last reading (an evaluation, a save) does not count."""
+        """Begin anew after a reading; what passed since then (an evaluation, a save) does not count."""
         synchronize(self.device)
         self.since, self.waited = timeit.default_timer(), 0.0
 
     def wait(self, iterator):
         """The iterator's next item; the time it took counts as waiting for data."""
-        start = timeit.default_timer()
+        self.waited -= timeit.default_timer()
         item = next(iterator)
-        self.waited += timeit.default_timer() - start
+        self.waited += timeit.default_timer()
         return item
 
     def read(self, tokens):
-        """Metrics of the `tokens` (of all processes) worked on since the last reading, as metrics.jsonl names them."""
+        """Metrics of the `tokens` (of all processes) worked on since the last start, as metrics.jsonl names them."""
         synchronize(self.device)
         rate = tokens / (timeit.default_timer() - self.since)
-        metrics = dict(tokens_per_s=rate, mfu=rate * self.flops_per_token / self.peak,
-                       peak_mem_gb=peak_memory(self.device), data_wait_s=self.waited)
-        self.start()
-        return metrics
+        return dict(tokens_per_s=rate, mfu=rate * self.flops_per_token / self.peak,
+                    peak_mem_gb=peak_memory(self.device), data_wait_s=self.waited)
 
 
 # ---- python train.py --profile ----
@@ -146,6 +144,14 @@ def shrink(file, limit):
         file.write_bytes(gzip.compress(json.dumps(trace).encode()))
 
 
+def want_of_memory(error):
+    """What to do about an exception that is for want of memory, in one line; "" for any other."""
+    if not re.search("out of memory|can't allocate memory", str(error)):
+        return ""
+    line = str(error).splitlines()[0].rstrip(".")
+    return f"{line}: take a smaller --micro_batch or model, --activation_checkpoint block, or processes with --fsdp"
+
+
 class Profiler:
     """torch.profiler over a few steps of a run, see SCHEDULE; without a `folder` the same calls do nothing.
 
@@ -173,9 +179,8 @@ class Profiler:
             import torch
             torch.cuda.memory._dump_snapshot(str(self.folder / f"memory_rank{self.rank}.pickle"))
             torch.cuda.memory._record_memory_history(enabled=None)
-        if kind and (kind.__name__ == "OutOfMemoryError" or "can't allocate memory" in str(error)):
-            sys.exit(f"{str(error).splitlines()[0]} Take a smaller --micro_batch, --activation_checkpoint block, or "
-                     f"--fsdp; with --profile, memory_rank{self.rank}.pickle shows what fills a GPU")  # this ends all
+        if advice := want_of_memory(error):
+            sys.exit(f"{advice}; with --profile, memory_rank{self.rank}.pickle shows what fills a GPU")  # this ends all
         if self.trace:
             self.trace.on_trace_ready = None  # what it has may be half a step
             self.trace.stop()
@@ -400,13 +405,16 @@ def main():
 
     @dataclass
     class Benchmark(train.TrainConfig):
-        """Time the optimizer step of the run that train.py's flags describe, and what else it waits for."""
+        """Time the optimizer step of the run that train.py's flags describe, and what else it waits for.
+
+        `profile.py plot --help` is about the curves of runs.
+        """
         json: Annotated[bool, "JSON lines instead of a table"] = False
 
     if sys.argv[1:2] == ["plot"]:
         with train.command(PlotConfig, "profile.py plot", argv=sys.argv[2:]) as config:
             return (write_events if config.tensorboard else plot)(read_curves(config.folders or ["out"]))
-    with train.command(Benchmark, "profile.py", train.torch.OutOfMemoryError) as config:
+    with train.command(Benchmark, "profile.py") as config:
         for name in IDLE:
             if getattr(config, name) != getattr(train.TrainConfig, name):
                 train.distributed.refuse(f"profile.py: --{name} has no effect on one process's step: drop it", 2)
@@ -419,24 +427,26 @@ def main():
                 ["off", "on"][:1 + compiled], ["fp32", config.dtype.replace("auto", "bf16")][:4 // dtype.itemsize],
                 ["none", "block"], [False, True]):
             row = dict(compile=compiled, dtype=dtype, activation_checkpoint=recompute)
-            run = train.setup(replace(config, out=os.devnull, **row), world, train.pick_micro_batch(config, 1))
             if world.device.type == "cuda":
                 train.torch.cuda.reset_peak_memory_stats()
             with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w") as file:
                 file.write("5")  # Linux: a new high-water mark of the process; elsewhere it is that of all rows so far
-            tokens = run.micro_batch * run.raw.config.seq_len
-            chunks = max(8, usual(tokens, run.raw.config.vocab_size, world.device.type)) if chunked else 1
-            model.loss_chunks = lambda *sizes: chunks
-            batches = train.data.batches(run.dataset, 0, config.batch_size, run.micro_batch, device=world.device)
-            row["loss_chunks"] = str(chunks)
             try:
+                run = train.setup(replace(config, out=os.devnull, **row), world, train.pick_micro_batch(config, 1))
+                tokens = run.micro_batch * run.raw.config.seq_len
+                chunks = max(8, usual(tokens, run.raw.config.vocab_size, world.device.type)) if chunked else 1
+                model.loss_chunks = lambda *sizes: chunks
+                batches = train.data.batches(run.dataset, 0, config.batch_size, run.micro_batch, device=world.device)
+                row["loss_chunks"] = str(chunks)
                 row |= time_step(train.optimizer_step, run, batches)
                 # Of the first row's run.
                 others = others or list(surroundings(train, run, batches, row["tokens_per_s"]))
-            except train.torch.OutOfMemoryError:  # later rows need less
-                row["tokens_per_s"] = "out of memory"
+            except RuntimeError as error:
+                if not want_of_memory(error):
+                    raise
+                row["tokens_per_s"] = "out of memory"  # later rows need less
             show(row, config.json)
-            del run, batches
+            run = batches = None
             train.distributed.stop(world)  # frees the model and what was compiled of it
         for row in others:
             show(row, config.json)

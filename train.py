@@ -1,4 +1,4 @@
-"""The main job: text in, a trained GPT out. The loop that glues the other files together.
+"""The main job: text in, a trained GPT out. Read `loop` and `optimizer_step` first, near the end: all else serves them.
 
     python train.py                                              # a small model, on this machine, in half a minute
     python train.py --data data/mine --model gpt2 --out out/mine # your text (see data.py), a published shape
@@ -8,9 +8,9 @@ Every number the loop needs follows from the flags, the seed and the step, so a 
 where it was: batches are a function of (seed, step), initial weights of (seed, name), dropout of (seed, step, rank).
 """
 import signal
-import timeit
+import time
 
-STARTED = timeit.default_timer()  # elapsed_s counts from here: importing torch is part of what a user waits for
+STARTED = time.perf_counter()  # elapsed_s counts from here: importing torch is part of what a user waits for
 if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C among the imports is no traceback
 
@@ -29,7 +29,7 @@ import shutil
 import socket
 import sys
 import sysconfig
-import time
+import zlib
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Annotated, Literal, get_args, get_origin, get_type_hints
@@ -41,16 +41,17 @@ class TrainConfig:
     data: Annotated[str, "folder of token shards from data.py; one named stdlib prepares itself",
                     "what is read and written, and the network"] = "data/stdlib"  # a third text begins a part of --help
     out: Annotated[str, "folder of the run: config, metrics, checkpoints"] = "out"
+    # The names of model.PRESETS, again, so that --help need not import torch.
     model: Annotated[Literal["nano", "gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl", "llama-3.2-1b", "llama-3.1-8b",
-                             "qwen3-0.6b"], "preset, by default nano; the next flags change single fields"] = None
+                             "qwen3-0.6b"] | None, "preset, by default nano; the next flags change its fields"] = None
     n_layer: Annotated[int | None, "blocks"] = None
     n_head: Annotated[int | None, "query heads"] = None
     n_kv_head: Annotated[int | None, "key/value heads, for grouped-query attention"] = None
-    n_embd: Annotated[int | None, "width"] = None
+    n_embd: Annotated[int | None, "width; that of the MLP goes with it"] = None
     init_from: Annotated[str | None, "start from a Hugging Face folder or nanoGPT's ckpt.pt, not from --model"] = None
     seq_len: Annotated[int | None, "tokens a training sequence has; default: the preset's, at most 4096"] = None
     dropout: Annotated[float | None, "probability of dropping an activation (attention weights stay)"] = None
-    # With data, network and masks these down to --seed decide the run's numbers; micro_batch how they are made.
+    # These down to --seed, the data, the network and the masks decide the run's numbers (micro_batch only rounding).
     steps: Annotated[int, "optimizer steps of the whole run", "the optimizer's steps"] = 200
     batch_size: Annotated[int, "sequences per optimizer step, over all processes"] = 16
     micro_batch: Annotated[int | None, "sequences per device and forward; default: its share, up to 32"] = None
@@ -63,8 +64,7 @@ class TrainConfig:
     max_skips: Annotated[int, "updates in a row that may be skipped because a number is not finite"] = 10
     seed: Annotated[int, "of the initial weights, the order of the data, dropout"] = 1337
     # Those down to --activation_checkpoint change the speed, and the numbers by rounding (and dropout's draws) alone.
-    device: Annotated[Literal["auto", "cpu", "cuda", "mps"], "auto: the fastest there is",
-                      "the machine and the layout"] = "auto"
+    device: Annotated[Literal["auto", "cpu", "cuda", "mps"], "auto: the fastest there is", "machine, layout"] = "auto"
     dtype: Annotated[Literal["auto", "bf16", "fp16", "fp32"], "of matrix products; auto: bf16 if it is fast"] = "auto"
     compile: Annotated[Literal["auto", "on", "off"], "torch.compile; auto: on CUDA"] = "auto"
     fsdp: Annotated[bool, "shard parameters, gradients, moments (FSDP2), rather than replicate (DDP)"] = False
@@ -78,9 +78,9 @@ class TrainConfig:
     attention: Annotated[Literal["auto", "sdpa", "flex", "reference"], "reference: the textbook formula",
                          "attention: the kernel, and what it may see"] = "auto"
     sdpa: Annotated[Literal["auto", "flash", "cudnn", "efficient", "math"], "auto: the faster"] = "auto"
-    window: Annotated[int | None, "attention sees so many of the newest tokens; default: all"] = None
+    window: Annotated[int | None, "attention sees so many of the newest tokens, below --seq_len; default: all"] = None
     doc_mask: Annotated[bool, "attention keeps to its document, which an end-of-text token begins"] = False
-    restart_positions: Annotated[bool, "with --doc_mask: each document's positions count from 0"] = False
+    restart_positions: Annotated[bool | None, "with --doc_mask: each document's positions count from 0"] = None
     softcap: Annotated[float | None, "limit of the attention scores, by tanh; Gemma 2 has 50"] = None
     head_softcap: Annotated[float | None, "limit of the logits, by tanh; Gemma 2 has 30"] = None
     save_every: Annotated[int, "steps between checkpoints; 0: only at the end", "what is kept, shown, measured"] = 100
@@ -134,43 +134,58 @@ NANOGPT = {"--block_size": "--seq_len", "--max_iters": "--steps", "--learning_ra
 def parse_args(kind, prog, argv=None):
     """Command line -> instance of dataclass `kind`, the single source of flags, types, defaults and help.
 
-    A field is Annotated[type, help] or, where a part of the help begins, Annotated[type, help, the part's title]. One
-    without default is a positional argument, a list takes the remaining ones, a bool makes --x and --no_x. Hyphens and
-    underscores are alike. Anything wrong, and any ValueError of the dataclass, is one line and exit code 2.
+    A field is Annotated[type, help] or, where a part of the help begins, Annotated[type, help, the part's title]. Types
+    are str, int, float, bool (--x and --no_x), Literal, each of these | None, and list[str], which takes the remaining
+    arguments. One without default is a positional argument. Hyphens and underscores are alike. Anything wrong, and any
+    ValueError of the dataclass, is one line and exit code 2.
     """
     if hasattr(sys.stdout, "reconfigure"):  # a sample may have characters that a locale has not
         sys.stdout.reconfigure(errors="replace")
     # No abbreviations: a flag added later would change what they mean.
     place = parser = argparse.ArgumentParser(prog, description=kind.__doc__, allow_abbrev=False)
-    # Of missing arguments the first one: argparse names lists, too, which may be empty.
-    parser.error = lambda text: distributed.refuse(
-        f"{prog}: {text.split(', ')[0] if 'required:' in text else text} (see {prog} --help)", 2)
+
+    def refuse(text):
+        text = text.split(", ")[0] if "required:" in text else text  # argparse names lists, too, which may be empty
+        others = " ".join(action.dest for action in parser._get_positional_actions())
+        hint = f"; without a flag: {others}, behind -- what begins with a hyphen" if others else ""
+        hint = hint if re.match("unknown|unrecognized|the following", text) else ""
+        distributed.refuse(f"{prog}: {text} (see {prog} --help{hint})", 2)
+    parser.error = refuse
+
+    def plain(word):  # what stood behind -- has this mark, or argparse would take -x for a flag
+        return word.removeprefix("\0")
     for field in dataclasses.fields(kind):
         hint, text, *title = get_args(get_type_hints(kind, include_extras=True)[field.name])
         place = parser.add_argument_group(*title) if title else place
         positional = field.default is dataclasses.MISSING
-        options = {} if positional else dict(default=field.default)
-        options["help"] = text if options.get("default") is None else text + " (%(default)s)"
-        if hint is bool:
-            options["action"] = argparse.BooleanOptionalAction
-        elif get_origin(hint) is Literal:
-            options["choices"] = get_args(hint)
-        else:
-            options |= dict(type=(get_args(hint) or [hint])[0], nargs="*" if get_origin(hint) is list else None)
-        place.add_argument(field.name if positional else "--" + field.name, **options)
-    argv = [re.sub("(?<=^--)[^=]+", lambda name: re.sub("^no_", "no-", name[0].replace("-", "_")), word)
-            for word in (sys.argv[1:] if argv is None else argv)]
-    values, unknown = parser.parse_known_intermixed_args(argv)  # sources or a prompt may stand behind flags
-    if unknown:
-        name = unknown[0].split("=")[0]
-        known = [option[2:] for option in parser._option_string_actions if option[:2] == "--"]
-        near = [option for option in known if option.startswith(name.lstrip("-") or " ")] or (
-            difflib.get_close_matches(NANOGPT.get(name, name)[2:], known, n=1, cutoff=0.7))
-        parser.error(f"unknown argument {unknown[0]}" + (f", did you mean --{near[0]}?" if near else ""))
+        hint = get_args(hint)[0] if type(None) in get_args(hint) else hint  # X | None is X, or not given
+        kinds = {bool: dict(action=argparse.BooleanOptionalAction), Literal: dict(choices=get_args(hint)),
+                 list: dict(nargs="*", type=plain), str: dict(type=plain)}
+        options = kinds.get(get_origin(hint) or hint, dict(type=hint))
+        options |= {} if positional else dict(default=field.default)
+        text += "" if options.get("default") is None else " (%(default)s)"
+        place.add_argument(field.name if positional else "--" + field.name, help=text, **options)
+    argv = sys.argv[1:] if argv is None else argv
+    end = argv.index("--") if "--" in argv else len(argv)  # what stands behind it is no flag
+    words = [re.sub("(?<=^--)[^=]+", lambda name: re.sub("^no_", "no-", name[0].replace("-", "_")), word)
+             for word in argv[:end]]
+    known, flags = parser._option_string_actions, [word.partition("=")[0] for word in words if word.startswith("--")]
+    # Before argparse, which would first name what is missing.
+    if name := next((flag for flag in flags if flag not in known), ""):
+        near = [option for option in known if option.startswith(name)] or (
+            difflib.get_close_matches(NANOGPT.get(name, name), known, n=1, cutoff=0.7))
+        parser.error(f"unknown argument {name}" + (f", did you mean {near[0]}?" if near else ""))
     try:
-        return kind(**vars(values))
+        # Sources or a prompt may stand behind flags.
+        return kind(**vars(parser.parse_intermixed_args([*words, *("\0" + word for word in argv[end + 1:])])))
     except ValueError as error:
         parser.error(str(error))
+
+
+def spell(flags):
+    """A dict of flags as one types them."""
+    return " ".join(f"--{'no_' * (value is False)}{name}" + f" {shlex.quote(str(value))}" * (type(value) is not bool)
+                    for name, value in flags.items())
 
 
 if __name__ == "__main__" and sys.argv[1:] in (["--help"], ["-h"]):
@@ -207,7 +222,8 @@ def command(kind, prog, *mistakes, argv=None):
         named = f"{error.filename}: {error.strerror}" if isinstance(error, OSError) and error.filename else error
         sys.exit(f"{prog}: {named}{hint}")
     except KeyboardInterrupt:
-        sys.exit(f"{prog}: interrupted")
+        print(f"\n{prog}: interrupted", file=sys.stderr)
+        sys.exit(128 + signal.SIGINT)
 
 
 def model_config(config, vocab_size, eot=0):
@@ -216,9 +232,13 @@ def model_config(config, vocab_size, eot=0):
     if config.init_from:
         fields = checkpoint.read_hf(config.init_from)[1]
         fields["vocab_size"] = max(fields["vocab_size"], vocab_size)  # too few are refused with the tensors, by shape
+    if config.n_embd and "n_hidden" in fields:  # as wide, in proportion, as the preset's
+        fields["n_hidden"] = 64 * math.ceil(fields["n_hidden"] * config.n_embd / fields["n_embd"] / 64)
     fields |= dict(seq_len=min(fields["seq_len"], 4096), doc_start=eot if config.doc_mask else -1)
     # Flags and fields of the model have the same names.
     given = {field.name: getattr(config, field.name, None) for field in dataclasses.fields(ModelConfig)}
+    for name in given:
+        require(getattr(TrainConfig, name, None) is None, f"TrainConfig.{name} hides a preset's: make its default None")
     return ModelConfig(**fields | {name: value for name, value in given.items() if value is not None})
 
 
@@ -232,8 +252,10 @@ def learning_rate(step, config, peak):
     warm = min(1.0, (step + 1) / max(1, config.warmup))
     if config.schedule == "wsd":  # (Hu et al. 2024) its first half does not know how long the run will be
         return peak * min(warm, (config.steps - step) / (config.steps - config.steps // 2))
-    progress = max(0, step - config.warmup) / max(1, config.steps - config.warmup)
-    return peak * warm * (0.55 + 0.45 * math.cos(math.pi * progress))
+    if config.schedule == "cosine":
+        progress = max(0, step - config.warmup) / max(1, config.steps - config.warmup)
+        return peak * warm * (0.55 + 0.45 * math.cos(math.pi * progress))
+    raise ValueError(f"there is no schedule {config.schedule}")
 
 
 class Muon(torch.optim.Muon):
@@ -279,7 +301,8 @@ def newton_schulz(x, steps):
 def build_optimizer(model, config, peak, dtype):
     """List of optimizers that hold each parameter once; matrices are decayed, vectors (norms, biases) are not.
 
-    One learning rate is set in all of their groups at each step, see `update`.
+    A group's lr, divided by `peak`, is its share of the schedule's rate. Of what an optimizer remembers, checkpoints
+    have the tensors in its `state` of a parameter, of its shape or of none: a count in a group or in self is lost.
     """
     hidden, others, vectors = [], [], []
     for name, p in model.named_parameters():
@@ -294,6 +317,7 @@ def build_optimizer(model, config, peak, dtype):
     adamw = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True, **options)
     if config.optimizer == "adamw":
         return [adamw]
+    require(config.optimizer == "muon", f"build_optimizer has no {config.optimizer}")
     muon = Muon(hidden, **options)
     muon.dtype = torch.bfloat16 if dtype == torch.bfloat16 else torch.float32
     return [muon, adamw]
@@ -303,16 +327,10 @@ def pick_dtype(name, device):
     """(torch dtype of the matrix products, its name and why it). By default bf16 where it is fast, else fp32."""
     if name != "auto":
         return DTYPES[name], f"{name} (as asked)"
-    fast = faster_in_bf16() if device.type == "cpu" else torch.cuda.is_bf16_supported(including_emulation=False)
-    return (torch.bfloat16, "bf16 (fast here)") if fast else (
-        torch.float32, f"fp32 (bf16 is not fast on this {device.type})")
-
-
-def faster_in_bf16():
-    """Whether this CPU has instructions for bf16 (AVX512-BF16, AMX); without, it takes a hundred times as long."""
-    matrices = [torch.ones(256, 256, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)]
-    bf16, fp32 = (min(timeit.repeat(lambda: a @ a, number=1, repeat=3)) for a in matrices)
-    return bf16 < fp32
+    # On a CPU without these instructions it takes a hundred times as long as fp32.
+    fast = (any(map(torch.cpu.get_capabilities().get, ("avx512_bf16", "amx_bf16"))) if device.type == "cpu" else
+            torch.cuda.is_bf16_supported(including_emulation=False))
+    return (torch.bfloat16, "bf16 (fast here)") if fast else (torch.float32, "fp32 (bf16 is not fast here)")
 
 
 def keep_memory():
@@ -330,18 +348,17 @@ def keep_memory():
 
 def pick_compile(config, world, backend):
     """(whether to compile, why not). Without a C++ compiler torch.compile fails only at the model's first call."""
-    kind = world.device.type
+    kind, policy = world.device.type, config.activation_checkpoint
     if config.compile == "off" or config.compile == "auto" and kind != "cuda":
         return False, "off" if config.compile == "off" else "off by default without CUDA"
-    if (config.tp > 1, config.activation_checkpoint, kind, backend) == (True, "block", "cpu", "flash"):
+    if (config.tp > 1, policy, kind, backend) == (True, "block", "cpu", "flash"):
         # It takes the mesh among a recomputed block's saved values for a tensor, after flash's random state.
         return False, "off: torch 2.13 fails on --tp, block checkpoints and a CPU's flash: take --sdpa math"
     if not any(map(shutil.which, [os.environ.get("CXX", "g++"), "clang++", "cl"])):
         return False, "off: it needs a C++ compiler and found none, install g++"
     if not Path(sysconfig.get_path("include"), "Python.h").exists():
         return False, "off: it needs Python.h and found none, install python3-dev"
-    if config.activation_checkpoint == "selective" and world.has("replicate") and (
-            not config.fsdp and torch.__version__ < "2.13"):
+    if policy == "selective" and world.has("replicate") and not config.fsdp and torch.__version__ < "2.13":
         # DDP's buckets cut the graph, and what is to be kept is not handed on to the pieces.
         return True, "on, but with DDP torch before 2.13 keeps no more than block checkpoints do: take --fsdp"
     return True, "on"
@@ -357,11 +374,12 @@ def pick_micro_batch(config, processes):
 
 
 def cut_metrics(path, step):
-    """Leave out of metrics.jsonl the lines after `step`: after a resume no step is in it twice."""
+    """Leave out of metrics.jsonl the lines after `step`, or they would come twice -> whether `step` was evaluated."""
     text = path.read_text(encoding="utf-8", errors="replace") if path.exists() else ""
     # Not json.loads: a power cut may leave torn lines, and those go, too.
     found = re.findall(r'^({"step": (\d+),[^{}\n]*})$', text, re.MULTILINE)
     write_whole(path, "".join(line + "\n" for line, number in found if int(number) <= step))
+    return any(line.startswith(f'{{"step": {step}, "val_loss"') for line, _ in found)
 
 
 def write_whole(path, text):
@@ -372,12 +390,12 @@ def write_whole(path, text):
 
 
 def write_metrics(run, rows):
-    """Append a line to out/metrics.jsonl for each of `rows`, dicts; what is not a number (NaN, unknown) is null.
+    """Append a line to out/metrics.jsonl for each of `rows`, dicts of int and float; what is NaN or unknown is null.
 
     All of them or none: what a full disk refuses waits for the next call.
     """
     for row in rows if run.world.writer else ():
-        known = {name: value for name, value in row.items() if isinstance(value, int | float) and math.isfinite(value)}
+        known = {name: value for name, value in row.items() if value is not None and math.isfinite(value)}
         run.unwritten += json.dumps({"step": row["step"]} | {name: known.get(name) for name in row}).encode() + b"\n"
     if run.unwritten:
         path = Path(run.config.out, "metrics.jsonl")
@@ -413,42 +431,33 @@ def setup(config, world, micro_batch):
     `say` prints on one process; `accumulation` micro-batches make a step; `skipped` counts refused updates in a row;
     `unsaved` tells that a write has failed, `unwritten` holds the metrics it concerned, `claim` the lock on --out.
     """
-    fields = model_config(config, vocab_size=1)
     say = checkpoint.tell if world.writer else lambda *words, **options: None
-    # Data first: it says how many ids the model needs, and the checkpoint must be of this model.
-    with world.first():
-        if Path(config.data).name == "stdlib" and not os.path.exists(config.data):
-            say(f"{config.data} is not there yet: preparing the Python standard library's sources")
-            data.prepare([], config.data)
     run = SimpleNamespace(config=config, world=world, say=say, micro_batch=micro_batch, skipped=0, unsaved=False,
                           unwritten=b"")
-    run.dataset = data.TokenDataset(config.data, "train", fields.seq_len, config.seed)
-    run.validation = data.TokenDataset(config.data, "val", fields.seq_len)
-    meta = run.dataset.meta
-    ends = run.dataset.fixed(0)[0].tolist() + run.dataset.fixed(run.dataset.windows - 1)[0].tolist()
-    distributed.same({"--data": dict(tokens=run.dataset.tokens, ids=meta["vocab_size"], content=data.mix(*ends))})
-    fields = model_config(config, meta["vocab_size"], meta["eot"])
-    if fields.vocab_size > meta["vocab_size"]:
-        say(f"note      {config.init_from} has {fields.vocab_size} ids, --data {meta['vocab_size']}: same tokenizer?")
-    run.note = dict(config=dataclasses.asdict(config), model=dataclasses.asdict(fields), tokenizer=meta["tokenizer"],
-                    train_tokens=run.dataset.tokens, data=os.path.abspath(config.data))
-    run.claim = claim(config.out) if world.writer and os.path.isdir(config.out) else None
-    resumed = open_run(run)
-
+    # Data first: it says how many ids the model needs, and the checkpoint must be of this model.
+    fields = open_data(run)
+    run.checkpointer = checkpoint.Checkpointer(config.out, config.keep, config.async_save, config.keep_every)
+    run.claim = claim(config.out) if world.writer and (world.size > 1 or os.path.isdir(config.out)) else None
+    if world.size > 1:
+        share_out(run)
     if world.device.type == "cpu":
         keep_memory()
-    # What this machine computes with. Each choice comes with its reason, for the lines below.
+    # What this machine computes with. Each choice comes with its reason, for the lines of `describe`.
     agree = run.checkpointer.agree  # on rank 0's: each process measures for itself, with another result perhaps
     dtype, why_dtype = agree(pick_dtype(config.dtype, world.device))
     backend, why_backend = agree(pick_backend(config.attention, config.sdpa, fields, world.device, dtype, micro_batch))
     compiled, why_compile = agree(pick_compile(config, world, backend))
+    run.note["kernels"] = f"{str(dtype)[6:]}, attention {backend}"
+    resumed = open_run(run)
     # Shapes alone until the model is sharded: no process ever holds more than its share, and then the weights come.
     with torch.device("meta"):
         run.raw = GPT(fields, backend)
     if config.init_from and resumed is None:
         run.raw.initial = checkpoint.import_hf(run.raw, config.init_from)
         weights = checkpoint.read_hf(config.init_from)[2].values()  # mapped: the few that are looked at are read
-        distributed.same({"--init_from": sum(tensor.flatten()[:9].double().sum().item() for tensor in weights)})
+        seen = sum(tensor.flatten()[:9].double().sum().item() for tensor in weights)
+        require(math.isfinite(seen), f"--init_from {config.init_from} has weights that are not finite")
+        distributed.same({"the sum of some of --init_from's weights": seen})
     run.model = distributed.parallelize(
         run.raw, world, param_dtype=dtype, activation_checkpoint=config.activation_checkpoint, compile=compiled,
         seed=config.seed, reshard_after_forward=config.reshard, offload=config.offload)
@@ -465,98 +474,141 @@ def setup(config, world, micro_batch):
     left, traced = config.steps - run.step, sum(profile.SCHEDULE.values())
     require(left >= 0, f"--steps {config.steps} is below step {run.step} of {config.out}: take more, or --resume never")
     profiled = (config.profile or config.profile_detail) and Path(config.out, "profile")
-    require(not profiled or left >= traced, f"--profile takes {traced} steps, {left} remain: raise --steps, or --out")
-    if world.writer:  # nothing was written to --out before: all else has been checked
-        prepare_out(run)
-    if world.size > 1:
-        share_out(run)
+    require(not profiled or run.step or left >= traced, f"--profile takes {traced} steps, {left} remain: raise --steps")
+    # No run in --out was touched before: all else has been checked.
+    run.evaluated = world.any(world.writer and prepare_out(run))
     peak, source = profile.peak_flops(world.device, dtype, config.peak_tflops)
     run.meter = profile.Meter(run.raw.flops_per_token(fields.seq_len), peak * world.size, world.device)
     run.profiler = profile.Profiler(profiled, world.device, world.rank, say, config.profile_detail)
     run.accumulation = config.batch_size // world.data_size // micro_batch
     run.step_tokens = config.batch_size * fields.seq_len
-
-    say(f"data      {config.data}: {run.dataset.tokens:,} tokens to train on, {run.validation.tokens:,} to validate, "
-        f"tokenizer {run.note['tokenizer']} of {fields.vocab_size:,}")
-    say(f"model     {config.init_from or config.model or 'nano'}: {run.raw.num_params():,} parameters, "
-        f"{fields.n_layer} layers x {fields.n_embd}, {why_backend}")
-    ranks = f"{world.data_size} processes" if config.tp == 1 else f"{world.data_size} groups of {config.tp} processes"
-    say(f"batch     {config.batch_size} sequences = {ranks} x {run.accumulation} micro-batches x {micro_batch}, each "
-        f"of {fields.seq_len} tokens")
-    mesh = "".join(f" {name} {n}" for name, n in distributed.layout(config.fsdp, config.replicas, config.tp).items())
-    say(f"machine   {world.size} x {world.device.type}{mesh and ':'}{mesh}, {why_dtype}, compile {why_compile}, "
-        f"peak {peak / 1e12:.2f} TFLOP/s ({source})")
-    begin = f", resumed at step {run.step}" if run.step else f" from {config.init_from or 'scratch'}"
-    say(f"optimizer {config.optimizer}, peak lr {run.peak_lr:.2e}, {config.schedule}; {config.steps} steps{begin}")
+    describe(run, why_backend, f"{why_dtype}, compile {why_compile}, peak {peak / 1e12:.2f} TFLOP/s ({source})")
     return run
 
 
+def open_data(run):
+    """Prepare the default's data if need be, open both splits, write the run's note -> the model's config."""
+    config, fields = run.config, model_config(run.config, vocab_size=1)
+    with run.world.first():
+        if Path(config.data).name == "stdlib" and not os.path.exists(config.data):
+            run.say(f"{config.data} is not there yet: preparing the Python standard library's sources")
+            data.prepare([], config.data)
+    run.dataset = data.TokenDataset(config.data, "train", fields.seq_len, config.seed)
+    run.validation = data.TokenDataset(config.data, "val", fields.seq_len)
+    meta, ids, seen = run.dataset.meta, run.dataset.meta["vocab_size"], 0
+    for split in run.dataset, run.validation:
+        for i in range(64):  # of all windows, for a terabyte cannot be read
+            for part in split.fixed(i * (split.windows - 1) // 63):
+                seen = zlib.crc32(part.numpy(), seen)
+    distributed.same({"the number of --data's tokens": run.dataset.tokens, "of its ids": ids,
+                      "the checksum of some of its text": seen})
+    fields = model_config(config, ids, meta["eot"])
+    if fields.vocab_size > ids:
+        run.say(f"note      {config.init_from} has {fields.vocab_size} ids, --data {ids}: same tokenizer?")
+    run.note = dict(config=dataclasses.asdict(config), model=dataclasses.asdict(fields), tokenizer=meta["tokenizer"],
+                    train_tokens=run.dataset.tokens, data=os.path.abspath(config.data))
+    return fields
+
+
+def describe(run, why_backend, machine):
+    """Say what runs: lines from which a reader of the log knows all that was chosen."""
+    config, world, fields = run.config, run.world, run.raw.config
+    layout = distributed.layout(config.fsdp, config.replicas, config.tp)
+    mesh = ":"[:len(layout)] + "".join(f" {name} {n}" for name, n in layout.items())
+    ranks = f"{world.data_size} processes" if config.tp == 1 else f"{world.data_size} groups of {config.tp} processes"
+    begin = f", resumed at step {run.step}" if run.step else f" from {config.init_from or 'scratch'}"
+    run.say(f"data      {config.data}: {run.dataset.tokens:,} tokens to train on, {run.validation.tokens:,} to "
+            f"validate, tokenizer {run.note['tokenizer']} of {fields.vocab_size:,}",
+            f"model     {config.init_from or config.model or 'nano'}: {run.raw.num_params():,} parameters, "
+            f"{fields.n_layer} layers x {fields.n_embd}, {why_backend}",
+            f"batch     {config.batch_size} sequences = {ranks} x {run.accumulation} micro-batches x "
+            f"{run.micro_batch}, each of {fields.seq_len} tokens",
+            f"machine   {world.size} x {world.device.type}{mesh}, {machine}",
+            f"optimizer {config.optimizer}, peak lr {run.peak_lr:.2e}, {config.schedule}; {config.steps} steps{begin}",
+            sep="\n")
+
+
 def prepare_out(run):
-    """Make --out what a run at `run.step` leaves: an earlier run renamed, or what came after this step removed."""
+    """Make --out what a run at `run.step` leaves: an earlier run moved aside, or what came after this step removed.
+
+    Returns whether the step was evaluated.
+    """
     config, out = run.config, Path(os.path.realpath(run.config.out))
-    # With --resume never the earlier run is renamed, now that all else is known to be right.
-    if config.resume == "never" and ((out / "config.json").exists() or (out / "checkpoints").exists()):
-        for path in map(Path.absolute, map(Path, (".", config.data, config.init_from or "."))):
-            # A link may be inside, or lead there.
-            if any(place.is_relative_to(out) for place in (path.resolve(), path.parent.resolve() / path.name)):
-                raise ValueError(f"--out {config.out} holds {path}, which --resume never would rename: take another")
+    # With --resume never the earlier run is moved, now that all else is known to be right. Not the folder: data and
+    # other runs may be in it. Checkpoints last: while they are there the run can go on.
+    left = ["config.json", "metrics.jsonl", "metrics.png", "profile", "tensorboard", "checkpoints"]
+    if config.resume == "never" and ((out / "config.json").exists() or any(out.glob("checkpoints/step_*"))):
         aside = next(path for n in range(1, 10 ** 6) if not (path := out.with_name(f"{out.name}.{n}")).exists())
-        out.rename(aside)
+        aside.mkdir()
+        for name in filter(lambda name: (out / name).exists(), left):
+            (out / name).rename(aside / name)
         run.say(f"--resume never: the earlier run is now {aside}")
-        run.claim = None
-    out.mkdir(parents=True, exist_ok=True)
     run.claim = run.claim or claim(out)  # not twice: closing either file would end the lock
-    write_whole(out / "config.json", json.dumps(run.note | {"started": time.time()}, indent=2) + "\n")
+    started = time.time() - (time.perf_counter() - STARTED)
+    write_whole(out / "config.json", json.dumps(run.note | {"started": started}, indent=2) + "\n")
     if config.resume.isdecimal():  # --resume auto must not go on from a later checkpoint
         run.checkpointer.prune(run.step)
-    cut_metrics(out / "metrics.jsonl", run.step)
+    return cut_metrics(out / "metrics.jsonl", run.step)
 
 
 def claim(out):
     """Lock the folder `out` -> the open file that holds the lock until it is closed; ValueError if it is not for us.
 
-    Two runs in one folder would remove each other's checkpoints. The lock of a process that dies goes with it.
+    Two runs in one folder would remove each other's checkpoints. The lock of a process that dies goes with it. Its text
+    tells who has it, and `share_out` whether all processes see this folder.
     """
     found = Path(out, "config.json")
     if found.is_file() and not any(Path(out).glob("checkpoints/step_*")) and (
             not found.read_text("utf-8", "replace").startswith('{\n  "config": {')):  # as `prepare_out` writes it
         raise ValueError(f"{found} is not of a run: take another --out")
-    file = open(Path(out, ".lock"), "a")
+    try:
+        Path(out).mkdir(parents=True, exist_ok=True)
+        file = open(Path(out, ".lock"), "a+")
+    except OSError as error:
+        raise OSError(f"--out {out} cannot be written ({error.strerror}): take another") from None
     with contextlib.suppress(OSError, ImportError):  # a file system without locks; Windows
         import fcntl
         try:
             fcntl.lockf(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             raise ValueError(f"--out {out} is written by another run: end that one, or take another --out") from None
+    file.truncate(0)
+    file.write(f"{socket.gethostname()}, process {os.getpid()}, {time.time()}")
+    file.flush()
+    os.fsync(file.fileno())
     return file
 
 
 def share_out(run):
     """ValueError, on all processes, unless --out is one folder for all: each writes its part of a checkpoint there."""
-    file, end = Path(run.config.out, "config.json"), time.monotonic() + 60  # network file systems may be late
-    written = run.checkpointer.agree(run.world.writer and file.read_text("utf-8"))  # no other has its time
-    while not (seen := file.exists() and file.read_text("utf-8") == written) and time.monotonic() < end:
+    if run.claim:
+        run.claim.seek(0)
+    file, end = Path(run.config.out, ".lock"), time.monotonic() + 60  # network file systems may be late
+    written = run.checkpointer.agree(run.claim and run.claim.read())  # by the writer, who must not open it again
+    while not (seen := run.claim or file.exists() and file.read_text() == written) and time.monotonic() < end:
         time.sleep(1)
     if place := run.checkpointer.agree("" if seen else f"{socket.gethostname()}:{file.absolute()}"):
         raise ValueError(f"--out {run.config.out} is not one folder for all: {place} is not what process 0 wrote")
 
 
 def open_run(run):
-    """Make the run's Checkpointer -> the step to resume from, None for a fresh start.
+    """The step to resume from, None for a fresh start.
 
     Raises ValueError when the checkpoint is of another model (with its masks and dropout), tokenizer, optimizer or
     amount of text. Other flags may change, and the text may have moved; that is said aloud.
     """
     config = run.config
-    run.checkpointer = checkpoint.Checkpointer(config.out, config.keep, config.async_save, config.keep_every)
     wanted = int(config.resume) if config.resume.isdecimal() else None
     step = None if config.resume == "never" else run.checkpointer.choose(wanted, read=True)
     if step is not None:
+        saved = run.checkpointer.read_extra(step)
         try:
-            then, now = ({**dataclasses.asdict(TrainConfig()), **note["config"],
-                          **dataclasses.asdict(ModelConfig(**note["model"])), "tokenizer": note["tokenizer"],
+            old_flags = {name: value for name, value in saved["config"].items()
+                         if value != getattr(TrainConfig, name) and name not in ("resume", "out")}
+            then, now = ({**vars(TrainConfig()), **note["config"], **vars(ModelConfig(**note["model"])),
+                          "tokenizer": note["tokenizer"], "what computes": note.get("kernels", run.note["kernels"]),
                           "tokens to train on": note.get("train_tokens", run.dataset.tokens)}
-                         for note in (run.checkpointer.read_extra(step), run.note))
+                         for note in (saved, run.note))
             old_rate, new_rate = (learning_rate(step, flags, peak_rate(flags, flags.n_embd))
                                   for flags in (SimpleNamespace(**then), SimpleNamespace(**now)))
         except (KeyError, TypeError, AttributeError, ArithmeticError) as error:
@@ -564,10 +616,12 @@ def open_run(run):
         changed = [name for name in now if then.get(name) != now[name] and name not in ("resume", "out")]
         fixed = {"tokenizer", "tokens to train on", "optimizer", *run.note["model"]}.intersection(changed)
         found = ", ".join(f"{name} {then.get(name)} (here {now[name]})" for name in changed if name in fixed)
-        require(not fixed, f"{config.out} is a run with {found}: use its flags, another --out, or --resume never")
+        require(then["optimizer"], f"{config.out} is imported: python checkpoint.py export it, then --init_from that")
+        require(not fixed, f"{config.out} is a run with {found}: use its flags ({spell(old_flags)}), another --out, "
+                           "or --resume never")
         for name in changed:
             old, new = ("default" if values.get(name) is None else values[name] for values in (then, now))
-            run.say(f"note      since the checkpoint, --{name} {old} is now {new}")
+            run.say(f"note      since the checkpoint, {'' if ' ' in name else '--'}{name} {old} is now {new}")
         if new_rate > 1.1 * old_rate:
             run.say(f"note      the learning rate had come to {old_rate:.2e} and goes on at {new_rate:.2e}")
     return step
@@ -603,7 +657,7 @@ def update(run, loss, rate):
     for optimizer in run.optimizers:
         run.scaler.unscale_(optimizer)
         for group in optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group.setdefault("share", group["lr"] / run.peak_lr)  # as `build_optimizer` made it
     norm = distributed.clip_grad_norm(run.raw.parameters(), run.config.grad_clip)
     # Both are global, so all processes and optimizers agree; one that skipped alone would part from the others.
     finite = math.isfinite(norm.item() + loss.item())
@@ -639,7 +693,7 @@ def evaluate(run, step):
     run.model.train()
     distributed.reshard(run.raw)
     loss = (world.sum(total) / world.sum(count)).item()
-    meta, elapsed = run.validation.meta, timeit.default_timer() - STARTED
+    meta, elapsed = run.validation.meta, time.perf_counter() - STARTED
     bits = loss / math.log(2) * run.validation.tokens / meta["val_bytes"] if meta.get("val_bytes") else math.nan
     values = dict(val_loss=loss, val_bpb=bits)
     guard(run, write_metrics, run, [dict(step=step, **values, elapsed_s=elapsed)])
@@ -664,14 +718,16 @@ def report(run, pending):
 
 
 def save(run, step):
-    """Write a checkpoint of `step`; all else that a resumed run needs follows from the step."""
-    start = timeit.default_timer()
+    """Write a checkpoint of `step`, unless there is one; all else that a resumed run needs follows from the step."""
+    if run.checkpointer.saved == step:
+        return
+    start = time.perf_counter()
     extra = dict(run.note, scaler=run.scaler.state_dict(), tokens=step * run.step_tokens)
     with run.profiler.region("checkpoint"):
         guard(run, run.checkpointer.save, step, run.raw, run.optimizers, extra)
     if run.checkpointer.saved == step:
         run.say(f"step {step}  checkpoint {'begun' if run.config.async_save else 'written'} in "
-                f"{timeit.default_timer() - start:.1f} s")
+                f"{time.perf_counter() - start:.1f} s")
 
 
 def guard(run, write, *args):
@@ -720,28 +776,29 @@ def train(config):
     What cannot work ends in `distributed.refuse`, with 2 for flags and 1 for the rest.
     """
     fields = model_config(config, vocab_size=1)
+    # All processes must have the same code and flags, but for places.
+    alike = {f"[bytes, checksum] of {path.name}": checkpoint.fingerprint(path)
+             for path in Path(__file__).parent.glob("*.py") if path.is_file()} | {"torch": torch.__version__}
+    alike |= {f"--{name}": value for name, value in vars(config).items() if name not in ("data", "out", "init_from")}
     try:
-        world = distributed.start(config.device, config.fsdp, config.replicas, config.tp, config.timeout,
-                                  {f"--{name}": value for name, value in dataclasses.asdict(config).items()
-                                   if name not in ("data", "out", "init_from")},  # places, which may differ
-                                  n_head=fields.n_head, n_kv_head=fields.n_kv_head, seq_len=fields.seq_len)
+        world = distributed.start(config.device, config.fsdp, config.replicas, config.tp, config.timeout, alike,
+                                  n_head=fields.n_head, n_kv_head=fields.n_kv_head, seq_len=fields.seq_len,
+                                  n_hidden=fields.n_hidden)
         micro_batch = pick_micro_batch(config, world.data_size)
         if config.offload and world.device.type != "cuda":
             raise ValueError(f"--offload has no effect on --device {world.device.type}: drop it")
         restarts = map(distributed.setting, ("TORCHELASTIC_MAX_RESTARTS", "SLURM_RESTART_COUNT"))
-        if config.resume != "auto" and any(restarts):
-            raise ValueError(f"--resume {config.resume} would go back at each restart by torchrun --max-restarts or "
-                             "Slurm: once without these, then --resume auto")
+        require(config.resume == "auto" or not any(restarts), f"--resume {config.resume} would go back at each restart "
+                "by torchrun --max-restarts or Slurm: once without these, then --resume auto")
     except ValueError as error:  # flags that do not go together: a mistake of usage
         distributed.refuse(f"train.py: {error}", 2)
     try:
         run = setup(config, world, micro_batch)
-    except (ValueError, OSError, ImportError) as error:
-        distributed.refuse(f"train.py: {error}", 1)
-    except RuntimeError as error:
-        if "memory" not in str(error):
+    except (ValueError, OSError, ImportError, RuntimeError) as error:
+        advice = profile.want_of_memory(error)
+        if isinstance(error, RuntimeError) and not advice:
             raise
-        distributed.refuse(f"train.py: {str(error).splitlines()[0]}: take a smaller model, or --fsdp", 1)
+        distributed.refuse(f"train.py: {advice or error}", 1)
     # A signal is only noted: the step under way ends, all processes hear of it, and then they save together.
     signals = watch_signals(world.writer and sys.stderr is not None)
     try:
@@ -764,14 +821,19 @@ def loop(run, signals):
     batches = data.batches(run.dataset, step, config.batch_size, run.micro_batch, run.world.data_rank,
                            run.world.data_size, run.world.device)
     stopping, pending = 0, []
+
+    def due(every):
+        return step == config.steps or every and step % every == 0
+
+    def told():
+        return run.world.any(signals[0] if signals else 0)  # the signal's number
+    if step and due(config.eval_every) and not run.evaluated:  # the run was killed after it had saved
+        evaluate(run, step)
     while step < config.steps and not stopping:
         loss, norm = optimizer_step(run, batches, step)
         step += 1
-        pending.append((step, loss, norm, timeit.default_timer() - STARTED))
-        stopping = run.world.any(signals[0] if signals else 0)  # the signal's number
-
-        def due(every):
-            return step == config.steps or every and step % every == 0
+        pending.append((step, loss, norm, time.perf_counter() - STARTED))
+        stopping = told()
         odd = run.skipped or stopping or step == run.step + 1  # the first: a sign of life, which includes compilation
         if odd or due(config.log_every) or due(config.eval_every) or due(config.save_every):
             report(run, pending)
@@ -779,10 +841,14 @@ def loop(run, signals):
             say(f"step {step}: update skipped, it has no target or no finite loss or gradient ({run.skipped} in a row)")
         if run.skipped > config.max_skips:
             guard(run, run.checkpointer.finish)
-            say("train.py: more than --max_skips: lower --lr, or go on from the last checkpoint with another --seed")
+            say("train.py: more than --max_skips: lower --lr, or take another --seed; either goes on from the newest "
+                "checkpoint, if there is one")
             return 1
+        if stopping:  # before an evaluation, for time may be short
+            save(run, step)
         if due(config.eval_every):
             evaluate(run, step)
+            stopping = stopping or told()
         if stopping or due(config.save_every):
             save(run, step)
         guard(run, run.checkpointer.check, run.raw, run.optimizers)
@@ -796,13 +862,18 @@ def loop(run, signals):
         say(f"stopped at step {step} by {signal.Signals(stopping).name}: {again} goes on from {place}")
         return 128 + stopping
     show_sample(run)
+    if not run.checkpointer.steps():
+        say(f"{config.out} has reached step {step}, but nothing is saved, see above: the same command starts over")
+        return 1
     # From here the rate would rise again; a checkpoint before the decay is one of the longer run, too.
-    early = [n for n in run.checkpointer.steps() if n <= step // 2 and undecayed(run, n)]
+    early = [n for n in run.checkpointer.steps() if undecayed(run, n)]
     auto = "" if config.resume == "auto" else " --resume auto"
     resume = f" --resume {early[-1]} (once: later checkpoints go)" if early else f"{auto} (where the rate rises again)"
+    resume = auto if early[-1:] == [step] else resume
     lacking = ", but not all was saved, see above" if run.unsaved else ""
-    say(f'{config.out} is complete at step {step}{lacking}. Sample: python model.py {shlex.quote(config.out)} "...". '
-        f"To go on, add to the command --steps {2 * step}{resume}; to start over, --resume never")
+    sample = f' Sample: python model.py {shlex.quote(config.out)} "...".' if run.note["tokenizer"] else ""
+    say(f"{config.out} is complete at step {step}{lacking}.{sample} To go on, add to the command --steps {2 * step}"
+        f"{resume}; to start over, --resume never")
     return int(run.unsaved)
 
 
@@ -821,7 +892,7 @@ def main():
     except data.DataError as error:  # from a reading process it comes with a traceback as its text
         sys.exit(f"train.py: {str(error).rpartition('DataError: ')[2].strip()}")
     except KeyboardInterrupt:  # before the loop, which has its own way to stop
-        sys.exit("train.py: interrupted before the first step")
+        distributed.refuse("train.py: interrupted before the first step", 128 + signal.SIGINT)
 
 
 if __name__ == "__main__":
