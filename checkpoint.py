@@ -141,7 +141,7 @@ def file_list(folder):
 def fingerprint(path):
     """[bytes, CRC-32] of a file. At 2.6 GB/s (SHA-256: 1.4) it guards against decay, not against forgery."""
     size = crc = 0
-    with open(path, "rb") as stream:
+    with open(path, "rb") as stream:  # in pieces: a shard of a large model is larger than memory
         while block := stream.read(1 << 22):
             size, crc = size + len(block), zlib.crc32(block, crc)
     return [size, crc]
@@ -238,7 +238,10 @@ class Checkpointer:
         # A group of its own: on the default one the writing thread's messages mix with the training step's and hang.
         self.group = dist.new_group(backend="gloo") if dist.is_available() and dist.is_initialized() else None
         self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if self.group else (0, 1)
+        # Steps: `verified`, whose checksums this process has compared; `saved`, written, loaded, or being written.
         self.asynchronous, self.verified, self.saved = asynchronous, None, None
+        # `pending` is the write under way, `failure` what finish() will raise of it. `stager` has the memory that an
+        # asynchronous save copies to, `reserved` the names of the tensors for which it was made.
         self.pending = self.failure = self.stager = self.reserved = None
         warnings.filterwarnings("ignore", "torch.distributed is disabled")  # DCP on one process, as intended
 
@@ -278,6 +281,7 @@ class Checkpointer:
         note = json.dumps({"step": step, "extra": extra or {}})  # now, since the caller may change `extra` later
         temporary = self.root / f".tmp-step_{step:08d}"
         writer = storage_writer(temporary, lambda files: self.commit(step, note, files, temporary))
+        # Not copied: DCP reads the shards where they are, each process its own; of what all have, one writes it.
         state, where = tensors(model, optimizers), dict(storage_writer=writer, process_group=self.group)
         self.saved = step
         if self.asynchronous:
@@ -307,6 +311,7 @@ class Checkpointer:
         (temporary / "files.json").write_text(json.dumps(files))
         if problem := broken(temporary):  # of another process
             raise OSError(f"{problem} in {self.root}: is --out one folder for all machines?")
+        # On the disk before the name is: a rename that overtook its content would be a complete checkpoint of zeros.
         for path in (temporary / "state.json", temporary / "files.json", temporary):
             flush(path)
         if self.folder(step).exists():  # damaged, or of a run since resumed from further back
@@ -319,11 +324,15 @@ class Checkpointer:
 
     def prune(self, step):
         """Keep the newest up to `step` and the milestones; later ones belong to a run resumed from further back."""
-        if later := [number for number in self.numbers() if number > step]:
+        later = [number for number in self.numbers() if number > step]
+        if later:
             tell(f"checkpoint {step} is now the newest; removed the later ones of the run before: {later}")
         kept = [number for number in self.steps() if number <= step]
         milestones = [number for number in kept if self.keep_every and number % self.keep_every == 0]
-        for number in set(self.numbers()) - set(kept[-self.keep:] + milestones):
+        gone = sorted(set(self.numbers()) - set(kept[-self.keep:] + milestones))
+        if len(gone) > len(later) + 1:  # at each save one goes, unless a flag has changed
+            tell(f"--keep {self.keep} --keep_every {self.keep_every}: removed the checkpoints {gone}")
+        for number in gone:
             shutil.rmtree(self.folder(number), ignore_errors=True)  # cut short, it leaves what is not complete
         self.sweep()
 
@@ -412,6 +421,7 @@ class Checkpointer:
             dcp.load(targets, storage_reader=reader, process_group=self.group)
         except dcp.CheckpointException as error:
             raise ValueError(f"{self.folder(step)} cannot be loaded: {reason(error)}") from None
+        # Only now, when all has been read: until here a failure leaves the optimizers as they were.
         for optimizer in optimizers:
             optimizer.state.clear()
         for key, value in moments.items():

@@ -232,6 +232,7 @@ def parts(events):
 
     Work is kernels on a GPU; on a CPU, operators that no other operator called, and compiled graphs.
     """
+    # Annotations span kernels, and would count their time twice.
     host = [event for event in events if event.device_type.name == "CPU"]
     device = [event for event in events if event.device_type.name != "CPU" and not event.is_user_annotation]
     talk = [event for event in device or host if event.name.startswith(("nccl", "gloo:"))]

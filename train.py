@@ -314,6 +314,7 @@ def build_optimizer(model, config, peak, dtype):
     options = dict(lr=peak, weight_decay=config.weight_decay)
     if config.optimizer == "sgd":
         return [torch.optim.SGD(groups, momentum=0.9, nesterov=True, **options)]
+    # GPT-3's second beta (Brown et al. 2020): the gradients' scale is one of the last twenty steps, not of a thousand.
     adamw = torch.optim.AdamW(groups, betas=(0.9, 0.95), fused=True, **options)
     if config.optimizer == "adamw":
         return [adamw]
@@ -383,7 +384,7 @@ def cut_metrics(path, step):
 
 
 def write_whole(path, text):
-    """Write under a temporary name, then rename: `path` is never half a file."""
+    """Write under a temporary name, then rename, which systems do in one step: `path` is never half a file."""
     temporary = path.with_name(path.name + ".tmp")
     temporary.write_text(text, encoding="utf-8")
     temporary.replace(path)
@@ -418,6 +419,7 @@ def watch_signals(aloud):
         if aloud and number == signal.SIGINT:
             with contextlib.suppress(OSError):  # not by print, which this may have interrupted
                 os.write(2, b"what is under way ends, then it saves; a second Ctrl-C leaves at once\n")
+    # Nothing is saved within a handler: it may interrupt any line, also one that is saving.
     for name in {"SIGINT", "SIGTERM", "SIGUSR1"} & set(dir(signal)):  # Windows has no SIGUSR1
         signal.signal(getattr(signal, name), note)
     return caught
@@ -429,7 +431,8 @@ def setup(config, world, micro_batch):
     Two of them are the same network: `raw`, the GPT with plain parameter names, and `model`, which is called: compiled
     and wrapped as the layout asks. `dataset` and `validation` are the splits, `note` what a checkpoint says of its run;
     `say` prints on one process; `accumulation` micro-batches make a step; `skipped` counts refused updates in a row;
-    `unsaved` tells that a write has failed, `unwritten` holds the metrics it concerned, `claim` the lock on --out.
+    `unsaved` tells that a write has failed, `unwritten` holds the metrics it concerned, `claim` the lock on --out;
+    `step` is where the run begins, `evaluated` whether that step's evaluation is in metrics.jsonl.
     """
     say = checkpoint.tell if world.writer else lambda *words, **options: None
     run = SimpleNamespace(config=config, world=world, say=say, micro_batch=micro_batch, skipped=0, unsaved=False,
@@ -604,7 +607,7 @@ def open_run(run):
         saved = run.checkpointer.read_extra(step)
         try:
             old_flags = {name: value for name, value in saved["config"].items()
-                         if value != getattr(TrainConfig, name) and name not in ("resume", "out")}
+                         if (value or None) != (getattr(TrainConfig, name) or None) and name not in ("resume", "out")}
             then, now = ({**vars(TrainConfig()), **note["config"], **vars(ModelConfig(**note["model"])),
                           "tokenizer": note["tokenizer"], "what computes": note.get("kernels", run.note["kernels"]),
                           "tokens to train on": note.get("train_tokens", run.dataset.tokens)}
@@ -638,6 +641,7 @@ def optimizer_step(run, batches, step):
     # loss = sum of all targets' losses / number of all targets, in whatever parts it is computed: each micro-batch adds
     # its share to the gradients, so nothing depends on how many there are (a mean of means would).
     total = torch.zeros((), device=run.world.device)
+    # Losses and norms stay tensors: reading a number makes the CPU wait for the GPU, so `update` does it once a step.
     for i, (x, y) in enumerate(micro):
         distributed.accumulate(run.model, last=i == run.accumulation - 1)
         with run.profiler.region("forward"), run.autocast:
@@ -705,6 +709,7 @@ def evaluate(run, step):
 
 def report(run, pending):
     """Write the metrics of the steps in `pending`, [(step, loss, norm, elapsed)], print the last one's, empty it."""
+    # Tokens per second and MFU are of all these steps together: single ones vary with what else the machine does.
     speed = run.meter.read(run.step_tokens * len(pending))
     speed["data_wait_s"] /= len(pending)
     rows = [dict(step=step, loss=loss.item(), lr=learning_rate(step - 1, run.config, run.peak_lr),
@@ -758,6 +763,7 @@ def show_sample(run):
         problem = error
     if run.world.any(tokenizer is None):
         return run.say(f"no sample: {problem}")
+    # Of text that was not trained on, or the model might recite. Every run of this data begins with the same words.
     x, y = run.validation.fixed(0)
     # After fine-tuning the first prompt, if there is room for a response; of other text the first token is a target.
     begin = (y[:-1] != -100).int().argmax().item()
@@ -820,13 +826,15 @@ def loop(run, signals):
     config, say, step = run.config, run.say, run.step
     batches = data.batches(run.dataset, step, config.batch_size, run.micro_batch, run.world.data_rank,
                            run.world.data_size, run.world.device)
+    # `pending` are the steps that no line has told of: printing is for some steps, metrics.jsonl has them all.
     stopping, pending = 0, []
 
     def due(every):
         return step == config.steps or every and step % every == 0
 
     def told():
-        return run.world.any(signals[0] if signals else 0)  # the signal's number
+        # Asked of all: one that stopped alone would leave the others waiting. The answer is the signal's number.
+        return run.world.any(signals[0] if signals else 0)
     if step and due(config.eval_every) and not run.evaluated:  # the run was killed after it had saved
         evaluate(run, step)
     while step < config.steps and not stopping:
