@@ -90,18 +90,18 @@ def model_mask(tokens, origin, config, backend, cache=None, rule=causal, heads=N
     next, as generation ends with it. `heads`: the range of those that this process has (None: all).
     """
     (batch, queries), device = tokens.shape, tokens.device
-    keys = queries if cache is None else cache.advance(queries)
+    keys = cache.advance(queries) if cache else queries
     window = min(keys, config.window or keys, cache.capacity if cache else keys)
     rules = [rule]  # append what all your runs share: it then holds with a cache and with filler, too
-    plain, key = rules == [causal] and origin is None, (backend == "flex", window, queries, keys, device)
+    heads = range(1) if rules == [causal] else heads or range(config.n_head)  # our own rules are one for all heads
+    plain = rules == [causal] and origin is None
+    # SDPA has the triangle of T == S by itself, and the newest token sees all that a cache keeps.
+    if plain and window == keys and queries in (1, keys) and backend in SDPA and not config.softcap:
+        return None
     # No FakeTensor, which has no numbers: neither given, nor what is made here.
     lasting = plain and cache is None and type(tokens) is type(torch.empty(0)) is torch.Tensor
-    heads = range(1) if rules == [causal] else heads or range(config.n_head)  # our own rules are one for all heads
-    # SDPA has the triangle of T == S by itself, and the newest token sees all that a cache keeps.
-    triangle = window == keys and queries in (1, keys) and not config.softcap
-    if plain and triangle and backend in SDPA:
-        return None
-    for known in MASKS if lasting else ():  # not MASKS[key], of which torch.compile makes a graph for each length
+    key = lasting and (backend == "flex", window, queries, keys, device)
+    for known in MASKS:  # not MASKS[key], of which torch.compile makes a graph for each length
         if known == key:
             return MASKS[known]
     if window < keys:
@@ -137,9 +137,7 @@ def soft_cap(x, limit):
 
 
 def reference(q, k, v, mask, softcap=0.0):
-    """softmax(q k^T / sqrt(D)) v with all scores in memory; shapes as for `attend`."""
-    # Grouped-query attention: so many neighbouring query heads share a key/value head.
-    k, v = (x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v))  # (B, H, S, D)
+    """softmax(q k^T / sqrt(D)) v with all scores in memory; shapes as for `attend`, but k and v have H heads."""
     scores = soft_cap(q @ k.transpose(-2, -1) / math.sqrt(q.size(-1)), softcap)  # (B, H, T, S)
     scores = scores + mask if mask.is_floating_point() else scores.masked_fill(~mask, -math.inf)
     weights = scores.softmax(dim=-1, dtype=torch.promote_types(q.dtype, torch.float32))
@@ -161,6 +159,11 @@ def attend(q, k, v, mask=None, backend="auto", softcap=0.0):
     # keys, and the newest query would see only the first key; one query sees everything and needs no mask at all.
     if mask is None and (backend not in SDPA or 1 < queries < keys):
         mask = make_mask(causal, backend, queries, keys, q.device)
+    # What takes a mask, or fp32, on CUDA has no shared heads: SDPA would take math, whose scores are in fp32.
+    masked = backend == "efficient" or backend == "sdpa" and (mask is not None or q.dtype == torch.float32)
+    if shared and (backend == "reference" or q.is_cuda and masked):
+        # Grouped-query attention: so many neighbouring query heads share a key/value head.
+        k, v, shared = *(x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v)), False  # (B, H, S, D)
     if backend == "reference":
         return reference(q, k, v, mask, softcap)
     if backend == "flex":
@@ -168,10 +171,6 @@ def attend(q, k, v, mask=None, backend="auto", softcap=0.0):
             q, k, v, lambda score, b, h, q_idx, kv_idx: soft_cap(score, softcap), mask, enable_gqa=shared)
     if softcap or backend not in SDPA:
         raise ValueError("SDPA has no soft-capping" if softcap else f"there is no attention {backend}")
-    masked = mask is not None or q.dtype == torch.float32
-    if shared and q.is_cuda and (backend == "efficient" or backend == "sdpa" and masked):
-        # What takes a mask, or fp32, has no shared heads there: SDPA would take math, whose scores are in fp32.
-        k, v, shared = *(x.repeat_interleave(q.size(1) // x.size(1), dim=1) for x in (k, v)), False
     triangle = True if mask is None and queries > 1 else False  # a bool, where torch.compile has a symbol for queries
     # cuDNN makes a plan for each length, and while generating each token has another: it is taken by its name alone.
     kernels = KERNELS.get(backend, [kernel for name, kernel in KERNELS.items() if name != "cudnn"])
@@ -233,7 +232,7 @@ def pick_backend(attention, sdpa, config, device, dtype, micro_batch=1):
 
 
 class KVCache:
-    """What later tokens need of the earlier ones: the newest `capacity` of each layer's keys and values, in rings.
+    """What later tokens need of the earlier ones: the newest `capacity` of each layer's keys and values, oldest first.
 
     A token sees no more than `capacity`, itself among them, whether tokens come one at a time, in chunks, or in a
     longer prompt: the model's window loses nothing. `padding`, a tensor (B, 1), counts the filler tokens in front of
@@ -241,7 +240,7 @@ class KVCache:
     """
 
     def __init__(self, capacity, padding=0):
-        self.rings, self.capacity, self.padding = {}, capacity, padding
+        self.kept, self.capacity, self.padding = {}, capacity, padding
         self.length = self.origin = 0
 
     def advance(self, queries):
@@ -250,22 +249,19 @@ class KVCache:
         return min(self.length, self.capacity + queries - 1)
 
     def extend(self, name, new):
-        """Put `new` (..., T, D), after `advance`, into a ring -> what these T may look at (..., S, D), oldest first."""
-        if name not in self.rings:
+        """Keep `new` (..., T, D), after `advance`, under `name` -> what these T may look at (..., S, D)."""
+        if name not in self.kept:
             # On a CPU bf16 becomes fp32, which SDPA reads 2 to 6 times as fast for a single query; autocast undoes it.
             slow = (new.device.type, new.dtype) == ("cpu", torch.bfloat16) and not torch.is_autocast_enabled("cpu")
-            self.rings[name] = (new.float() if slow else new).new_empty(*new.shape[:-2], self.capacity, new.size(-1))
-        ring, more, room = self.rings[name], new.size(-2), self.capacity
-        new = new.to(ring.dtype)
-        # Position p is in row p % room: of room 4, after 6 tokens, the rows are those of 4 5 2 3.
-        first = (self.length - more) % room
+            self.kept[name] = (new.float() if slow else new).new_empty(*new.shape[:-2], self.capacity, new.size(-1))
+        kept, more, room = self.kept[name], new.size(-2), self.capacity
+        past, new = min(self.length - more, room), new.to(kept.dtype)
         if self.length <= room:
-            ring[..., first:first + more, :] = new
-            return ring[..., :self.length, :]
+            kept[..., past:self.length, :] = new
+            return kept[..., :self.length, :]
         # The first of several still looks at what the last ones replace: room - 1 older ones, and itself.
-        seen = torch.cat([ring.roll(-first, dims=-2), new], dim=-2)[..., -min(self.length, room - 1 + more):, :]
-        rows = torch.arange(self.length - min(more, room), self.length, device=ring.device) % room
-        ring[..., rows, :] = new[..., -room:, :]
+        seen = torch.cat([kept[..., :past, :], new], dim=-2)[..., -(room - 1 + more):, :]
+        kept.copy_(seen[..., -room:, :])
         return seen
 
     def counted(self, rule, keys):

@@ -19,6 +19,7 @@ import sys
 import warnings
 import zipfile
 import zlib
+from collections import defaultdict
 from concurrent.futures import ThreadPoolExecutor, wait
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -35,14 +36,14 @@ from safetensors.torch import load_file, save_file
 WRAPPERS = r"\b(module|_orig_mod|_checkpoint_wrapped_module)\."  # of DDP, torch.compile, activation checkpointing
 
 
-def parameter_names(model):
-    """{parameter: its name without wrapper prefixes}: the same names whatever wraps the model."""
-    return {parameter: re.sub(WRAPPERS, "", name) for name, parameter in model.named_parameters()}
+def parameters(model):
+    """{name without wrapper prefixes: parameter}: the same names whatever wraps the model."""
+    return {re.sub(WRAPPERS, "", name): parameter for name, parameter in model.named_parameters()}
 
 
 def owners(model, optimizers):
     """{"optimizer.<class>.<name>": (optimizer, parameter group, parameter)}: whose state the optimizers keep."""
-    names = parameter_names(model)
+    names = {parameter: name for name, parameter in parameters(model).items()}
     return {f"optimizer.{type(optimizer).__name__}.{names[parameter]}": (optimizer, group, parameter)
             for optimizer in optimizers for group in optimizer.param_groups for parameter in group["params"]}
 
@@ -54,14 +55,14 @@ def tensors(model, optimizers=()):
     that `load` could not bring back.
     """
     state_of = owners(model, optimizers)
-    # get: looking into an optimizer's state would make an entry
+    # get: looking into an optimizer's state would make an entry.
     moments = {f"{owner}.{field}": value for owner, (optimizer, _, parameter) in state_of.items()
                for field, value in optimizer.state.get(parameter, {}).items() if value is not None}
     for key, value in moments.items():
         like = state_of[key.rpartition(".")[0]][2]
         if not (torch.is_tensor(value) and value.shape in (like.shape, ()) and str(value.dtype)[6:] in DTYPES):
             raise ValueError(f"{key} is no tensor of its parameter's shape or of none, in {DTYPES}: nothing loads it")
-    return {f"model.{name}": parameter.detach() for parameter, name in parameter_names(model).items()} | moments
+    return {f"model.{name}": parameter.detach() for name, parameter in parameters(model).items()} | moments
 
 
 def empty(entry, group, parameter):
@@ -82,7 +83,7 @@ def compare(saved, wanted, problem="the checkpoint is of another model or optimi
 
 def not_finite(model):
     """Name of the first parameter that holds a NaN or infinity in this rank's part, or None."""
-    for parameter, name in parameter_names(model).items():
+    for name, parameter in parameters(model).items():
         local = parameter.to_local() if hasattr(parameter, "to_local") else parameter
         # aminmax passes NaN and infinity on in one pass without a temporary: 10 times as fast as isfinite().all()
         if local.numel() and not torch.stack(torch.aminmax(local.detach())).isfinite().all():
@@ -140,11 +141,11 @@ def file_list(folder):
 
 def fingerprint(path):
     """[bytes, CRC-32] of a file. At 2.6 GB/s (SHA-256: 1.4) it guards against decay, not against forgery."""
-    size = crc = 0
+    crc = 0
     with open(path, "rb") as stream:  # in pieces: a shard of a large model is larger than memory
         while block := stream.read(1 << 22):
-            size, crc = size + len(block), zlib.crc32(block, crc)
-    return [size, crc]
+            crc = zlib.crc32(block, crc)
+        return [stream.tell(), crc]
 
 
 def broken(folder, read=None):
@@ -283,7 +284,7 @@ class Checkpointer:
         writer = storage_writer(temporary, lambda files: self.commit(step, note, files, temporary))
         # Not copied: DCP reads the shards where they are, each process its own; of what all have, one writes it.
         state, where = tensors(model, optimizers), dict(storage_writer=writer, process_group=self.group)
-        self.saved = step
+        self.saved = step  # unless it fails: settle() takes that back
         if self.asynchronous:
             self.reserve(state)
             self.pending = dcp.async_save(state, async_stager=self.stager.result(), **where)
@@ -308,7 +309,7 @@ class Checkpointer:
         """Make a written checkpoint visible, then remove others. Runs on rank 0, when the ranks' parts are on disk."""
         (temporary / "state.json").write_text(note)
         files |= {name: fingerprint(temporary / name) for name in (".metadata", "state.json")}
-        (temporary / "files.json").write_text(json.dumps(files))
+        (temporary / "files.json").write_text(json.dumps(files))  # last: what it does not list is not complete
         if problem := broken(temporary):  # of another process
             raise OSError(f"{problem} in {self.root}: is --out one folder for all machines?")
         # On the disk before the name is: a rename that overtook its content would be a complete checkpoint of zeros.
@@ -324,8 +325,7 @@ class Checkpointer:
 
     def prune(self, step):
         """Keep the newest up to `step` and the milestones; later ones belong to a run resumed from further back."""
-        later = [number for number in self.numbers() if number > step]
-        if later:
+        if later := [number for number in self.numbers() if number > step]:
             tell(f"checkpoint {step} is now the newest; removed the later ones of the run before: {later}")
         kept = [number for number in self.steps() if number <= step]
         milestones = [number for number in kept if self.keep_every and number % self.keep_every == 0]
@@ -350,7 +350,7 @@ class Checkpointer:
         try:
             if write or pending:
                 (write or pending.result)()
-        except (CheckpointException, OSError, RuntimeError) as error:
+        except (CheckpointException, OSError, RuntimeError) as error:  # RuntimeError: gloo's, when a rank is gone
             self.failure = OSError(f"checkpoint {self.saved} is not written: {reason(error)}")
             self.saved = None
             self.sweep()
@@ -381,12 +381,15 @@ class Checkpointer:
         With `read` each rank compares the checksums of its share of the files.
         """
         problems = {}
+        # One list for all: a network file system may show another one to each machine.
         for number in self.agree([step] if step is not None else self.numbers()[::-1]) or ():
-            problem = self.agree(broken(self.folder(number), (self.rank, self.ranks) if read else None))
+            share = (self.rank, self.ranks) if read and number != self.verified else None
+            problem = self.agree(broken(self.folder(number), share))
             if problem is None:
                 if problems and self.rank == 0:
                     tell(f"skipped {'; '.join(problems.values())}")
-                self.verified = number if read else self.verified
+                if read:
+                    self.verified = number
                 return number
             problems[number] = f"checkpoint {number}: {problem}"
         if problems:
@@ -401,18 +404,19 @@ class Checkpointer:
         """
         import torch.distributed.checkpoint as dcp
 
-        if step is None or step != self.verified:
-            step = self.choose(step, read=True)
-        if step is None:
+        if (step := self.choose(step, read=True)) is None:
             return None
         index, state_of = read_index(self.folder(step)), owners(model, optimizers)
         wanted = ("model.", "optimizer.") if optimizers else "model."
         entries = {key: entry for key, entry in index.state_dict_metadata.items() if key.startswith(wanted)}
         # A fresh optimizer has no state to load into. Made here, as torch's own way to make it (a step on gradients of
         # zero) does nothing, silently, when there are gradients already.
-        moments = {key: empty(entry, *state_of[owner][1:]) for key, entry in entries.items()
-                   if (owner := key.rpartition(".")[0]) in state_of}
-        targets = tensors(model) | moments
+        targets, states = tensors(model), {optimizer: defaultdict(dict) for optimizer in optimizers}
+        for key, entry in entries.items():
+            owner, _, field = key.rpartition(".")
+            if owner in state_of:
+                optimizer, group, parameter = state_of[owner]
+                targets[key] = states[optimizer][parameter][field] = empty(entry, group, parameter)
         compare({key: f"{tuple(entry.size)} {entry.properties.dtype}" for key, entry in entries.items()},
                 {key: f"{tuple(tensor.shape)} {tensor.dtype}" for key, tensor in targets.items()})
         reader = dcp.FileSystemReader(self.folder(step))
@@ -422,12 +426,8 @@ class Checkpointer:
         except dcp.CheckpointException as error:
             raise ValueError(f"{self.folder(step)} cannot be loaded: {reason(error)}") from None
         # Only now, when all has been read: until here a failure leaves the optimizers as they were.
-        for optimizer in optimizers:
-            optimizer.state.clear()
-        for key, value in moments.items():
-            owner, _, field = key.rpartition(".")
-            optimizer, _, parameter = state_of[owner]
-            optimizer.state[parameter][field] = value
+        for optimizer, state in states.items():
+            optimizer.state = state
         self.saved = step
         return step, self.read_extra(step)
 
@@ -464,14 +464,19 @@ GPT2 = {
               "blocks": "transformer.h", "attn_norm": "ln_1", "mlp_norm": "ln_2", "attn.q": "attn.c_attn",
               "attn.k": "attn.c_attn", "attn.v": "attn.c_attn", "attn.o": "attn.c_proj", "mlp.up": "mlp.c_fc",
               "mlp.down": "mlp.c_proj"}}
-FAMILIES = {"gpt2": GPT2, "llama": LLAMA, "qwen3": QWEN3}
-EXPECTED = {  # what config.json's other fields may say, as regular expressions; one that is not here must be off
+NANOGPT = GPT2 | {  # the "model_args" of its ckpt.pt; the GELU is the exact one there since June 2023
+    "fixed": GPT2["fixed"] | {"mlp": "gelu_exact"},
+    "fields": dict(vocab_size="vocab_size", block_size="seq_len", n_layer="n_layer", n_head="n_head", n_embd="n_embd",
+                   dropout="dropout", bias="bias")}
+FAMILIES = {"gpt2": GPT2, "nanogpt": NANOGPT, "llama": LLAMA, "qwen3": QWEN3}
+EXPECTED = {  # config.json's other fields -> what they may say, both regular expressions
     "activation_function": "gelu|gelu_new|gelu_pytorch_tanh", "hidden_act": "silu|swish", "scale_attn_weights": "True",
-    "layer_types": r"\[('full_attention'(, )?)*\]", "pretraining_tp": "1", "partial_rotary_factor": r"1(\.0)?"}
-HARMLESS = (  # names of training, of generating, of other heads, of windows that are off
+    "layer_types": r"\[('full_attention'(, )?)*\]", "pretraining_tp": "1", "partial_rotary_factor": r"1(\.0)?",
+    # Anything: of training, of generating, of other heads, of windows that are off.
     "_name_or_path|architectures|attention_dropout|attn_pdrop|chunk_size_feed_forward|(torch_)?dtype|initializer_range|"
     "id2label|is_llama_config|label2id|max_window_layers|model_type|n_ctx|return_dict|sliding_window|summary_.*|"
-    "use_cache|task_specific_params|transformers.*|.*_token_id")
+    "use_cache|task_specific_params|transformers.*|.*_token_id": "(?s).*",
+    ".*": "None|False"}  # all others must be off
 
 
 @contextlib.contextmanager
@@ -481,11 +486,10 @@ def new_folder(path):
     path.mkdir(parents=True, exist_ok=True)
     if any(path.iterdir()):
         raise ValueError(f"{path} is not empty: take another folder")
-    try:
+    with contextlib.ExitStack() as undo:
+        undo.callback(shutil.rmtree, path, ignore_errors=True)
         yield path
-    except BaseException:
-        shutil.rmtree(path, ignore_errors=True)
-        raise
+        undo.pop_all()
 
 
 def hf_config(fields):
@@ -511,9 +515,10 @@ def hf_config(fields):
 
 def rope_fields(config):
     """rope_theta and rope_scaling of a config.json, where transformers 5 has both in rope_parameters."""
+    # transformers 4 had rope_theta beside rope_scaling, and its kind under "type" at first
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     theta = rope.pop("rope_theta", config.get("rope_theta"))
-    kind = rope.pop("rope_type", None) or rope.pop("type", "default")
+    kind = rope.pop("rope_type", rope.pop("type", "default"))  # some files have both
     known = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
     numbers = all(type(n) in (int, float) and n > 0 for n in rope.values())
     if not numbers or (kind, rope.keys()) not in (("default", set()), ("llama3", known)):
@@ -528,17 +533,16 @@ def model_fields(config):
     """
     if (family := FAMILIES.get(config.get("model_type"))) is None:
         raise ValueError(f"model_type is {config.get('model_type')!r}; known are {', '.join(FAMILIES)}")
-    if family is not GPT2:
-        config = config | rope_fields(config)
+    config = config | rope_fields(config)
     for name, value in config.items():
-        expected = EXPECTED.get(name, "None|False")
-        if not (name in family["fields"] or re.fullmatch(HARMLESS, name) or re.fullmatch(expected, str(value))):
+        expected = next(values for names, values in EXPECTED.items() if re.fullmatch(names, name))
+        if name not in family["fields"] and not re.fullmatch(expected, str(value)):
             raise ValueError(f"{name} is {value!r}, expected {expected}: a GPT of model.py has nothing else")
     found = {ours: config[theirs] for theirs, ours in family["fields"].items() if config.get(theirs) is not None}
     if config.get("activation_function") == "gelu":
         found["mlp"] = "gelu_exact"
     # All others are counts.
-    kinds = dict(mlp=str, norm_eps=float, rope_theta=float, dropout=float, tied=bool, rope_scaling=dict)
+    kinds = dict(mlp=str, norm_eps=float, rope_theta=float, dropout=float, tied=bool, bias=bool, rope_scaling=dict)
     for ours, value in found.items():
         kind = kinds.get(ours, int)
         if type(value) not in ((int, float) if kind is float else (kind,)) or kind is int and value < 1:
@@ -553,6 +557,7 @@ def hf_names(kind, names):
     """{their name: [ours that are stacked in it]} of parameter names such as blocks.0.attn.q.weight."""
     table, found = FAMILIES[kind]["names"], {}
     for name in names:
+        # blocks.0.attn.q.weight: "blocks", ".0", "attn.q" and ".weight"; embed.weight has the last two.
         match = re.fullmatch(r"(?:(blocks)(\.\d+)\.)?(.+)(\.weight|\.bias)", name)
         if not match or match[3] not in table:
             raise ValueError(f"{FAMILIES[kind]['class']} has no {name}: transformers has no class for this model")
@@ -563,7 +568,10 @@ def hf_names(kind, names):
 
 
 def conv1d(kind, name, tensor):
-    """To or from the (in, out) matrices of GPT-2's blocks, where all others are (out, in); not a copy."""
+    """To or from the (in, out) matrices of GPT-2's blocks, where all others are (out, in); not a copy.
+
+    OpenAI's Conv1D computes x W + b, nn.Linear x W^T + b.
+    """
     return tensor.T if kind == "gpt2" and ".h." in name and tensor.ndim == 2 else tensor
 
 
@@ -571,7 +579,7 @@ def read_hf(path):
     """(model_type, ModelConfig's fields, {their name: tensor}) of a Hugging Face folder, or of nanoGPT's ckpt.pt.
 
     The tensors are mapped into memory: they are read, and cost memory, when they are copied from. ValueError names the
-    file. nanoGPT's GELU is the exact one, as it has been there since June 2023.
+    file.
     """
     path = file = Path(path)
     try:
@@ -579,10 +587,8 @@ def read_hf(path):
             if not zipfile.is_zipfile(path):
                 raise ValueError("it is no file of torch.save")
             saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            kind, found, args = "gpt2", dict(saved["model"]), {"model_type": "gpt2", **saved["model_args"]}
-            args |= {"n_positions": args.pop("block_size"), "resid_pdrop": args.pop("dropout", 0.0)}
-            bias = args.pop("bias", True)
-            fields = model_fields(args) | {"bias": bias, "mlp": "gelu_exact"}
+            kind, found = "nanogpt", dict(saved["model"])
+            fields = model_fields({**saved["model_args"], "model_type": kind})
         else:
             file = path / "config.json"
             config = json.loads(file.read_text(encoding="utf-8"))
@@ -597,17 +603,17 @@ def read_hf(path):
     except Exception as error:  # whatever readers of JSON, zip, pickle and safetensors make of a damaged file
         why = getattr(error, "strerror", None) or reason(error)
         found = f"{file} cannot be imported: {why}" if path.exists() else f"{path} does not exist"
-        if Path(path, "metrics.jsonl").exists():
+        if (path / "metrics.jsonl").exists():
             run = shlex.quote(str(path))
             raise ValueError(f"{run} is a run: python checkpoint.py export {run} DIR, then take DIR") from None
         raise ValueError(f"{found}; expected a Hugging Face folder (hf download NAME --local-dir DIR makes one), "
                          "nanoGPT's ckpt.pt or, to sample from or export, a run with a checkpoint") from None
-    base, tensors = "transformer." if kind == "gpt2" else "model.", {}
+    base, tensors = FAMILIES[kind]["names"]["embed"].split(".")[0] + ".", {}
     for name, tensor in found.items():
         name = name.removeprefix("_orig_mod.")
         name = name if name.startswith((base, "lm_head.")) else base + name  # OpenAI's own files have no prefix
         if not re.search(r"\.attn\.(masked_)?bias$|rotary_emb\.inv_freq$", name):  # constants of older versions
-            tensors[name] = tensor if path.is_file() else conv1d(kind, name, tensor)
+            tensors[name] = conv1d(kind, name, tensor)
     return kind, fields, tensors
 
 
@@ -619,18 +625,18 @@ def import_hf(model, path):
     missing, unexpected or of another shape; learned positions may be more than the model has.
     """
     kind, fields, tensors = read_hf(path)
-    shapes = {name: tuple(parameter.shape) for parameter, name in parameter_names(model).items()}
+    shapes = {name: tuple(parameter.shape) for name, parameter in parameters(model).items()}
     parts, embed = hf_names(kind, shapes), FAMILIES[kind]["names"]["embed"] + ".weight"
     if "transformer.wpe.weight" in tensors:
         tensors["transformer.wpe.weight"] = tensors["transformer.wpe.weight"][:shapes["position.weight"][0]]
     head = tensors.pop("lm_head.weight", None) if fields.get("tied") else None  # some files have the tied head, too
     if head is not None and embed in tensors and not torch.equal(head, tensors[embed]):
         raise ValueError(f"{path}: lm_head.weight is not {embed}, though tie_word_embeddings is true")
-    wanted = {theirs: (sum(shapes[name][0] for name in ours), *shapes[ours[0]][1:]) for theirs, ours in parts.items()}
     for name, tensor in tensors.items():
         if not (torch.is_tensor(tensor) and tensor.is_floating_point()):
             kind = getattr(tensor, "dtype", type(tensor))
             raise ValueError(f"{path}: {name} is {kind}, expected a tensor of floating point, not quantized")
+    wanted = {theirs: (sum(shapes[name][0] for name in ours), *shapes[ours[0]][1:]) for theirs, ours in parts.items()}
     compare({name: tuple(tensor.shape) for name, tensor in tensors.items()}, wanted,
             f"{path} is no such model (has it fewer ids than the tokenizer of --data, or positions than --seq_len?)")
     found = {name: part for theirs, ours in parts.items() for name, part in zip(ours, tensors[theirs].chunk(len(ours)))}
@@ -647,14 +653,14 @@ def open_model(path, build):
     folder, step, checkpointer = Path(path).resolve(), None, Checkpointer(path)
     if re.fullmatch(r"step_\d{8,}", folder.name) and not (folder / "config.json").exists():
         checkpointer.root, step = folder.parent, int(folder.name[5:])
-    extra, initial = checkpointer.read_extra(step), None
-    if extra is None and Path(path, "metrics.jsonl").exists():
-        raise ValueError(f"{path} is a run without a complete checkpoint")
-    if extra is None:
+    extra = checkpointer.read_extra(step)
+    if foreign := extra is None:
+        if Path(path, "metrics.jsonl").exists():
+            raise ValueError(f"{path} is a run without a complete checkpoint")
         fields = read_hf(path)[1]
         known = "gpt2" if fields["vocab_size"] in (50257, 50304) else None  # 50304: as nanoGPT rounds it up
         own = os.path.abspath(path) if Path(path, "tokenizer.json").exists() else known
-        extra, initial = {"model": fields, "tokenizer": own, "data": None}, import_hf
+        extra = {"model": fields, "tokenizer": own, "data": None}
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
         if not os.path.exists(extra["data"]):  # moved since, which the run knows if it has been resumed there
             extra["data"] = str(json.loads((checkpointer.root.parent / "config.json").read_text("utf-8"))["data"])
@@ -663,12 +669,13 @@ def open_model(path, build):
             model = build(extra["model"])
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path} was saved by another version of this program: {error}") from None
-    initial = initial and initial(model, path)  # names and shapes are known to fit before there is memory
-    state = {name: torch.empty(parameter.shape) for name, parameter in model.named_parameters()}
-    for name, tensor in state.items() if initial else ():
-        tensor.copy_(initial(name))
-    model.load_state_dict(state, assign=True)  # `to_empty` takes 0.3 s to import
-    if initial is None:
+    initial = import_hf(model, path) if foreign else None  # names and shapes are known to fit before there is memory
+    # `to_empty` takes 0.3 s to import.
+    model.load_state_dict({name: torch.empty(p.shape) for name, p in model.named_parameters()}, assign=True)
+    if foreign:
+        for name, parameter in parameters(model).items():
+            parameter.copy_(initial(name))
+    else:
         checkpointer.load(model, step=step)
     return model, extra
 
@@ -680,26 +687,25 @@ def export_hf(model, fields, folder, dtype=torch.float32, shard_bytes=5 * 10 ** 
     fields: ModelConfig as a dict; eot: id of the token between texts; files: {name: JSON content} more, such as the
     tokenizer's. ValueError if transformers has no class for this model or `dtype` not its numbers.
     """
-    config, state = hf_config(fields), {name: parameter for parameter, name in parameter_names(model).items()}
-    kind = config["model_type"]
+    ids = {"bos_token_id": eot, "eos_token_id": eot}
+    config = hf_config(fields) | ids | {"torch_dtype": str(dtype)[6:]}
+    kind, state = config["model_type"], parameters(model)
+    groups, room, index = [], 0, {}  # in the model's order; a tensor above the limit has a file of its own
+    for name, ours in hf_names(kind, state).items():
+        size = dtype.itemsize * sum(state[part].numel() for part in ours)
+        if size > room:
+            groups, room = groups + [{}], shard_bytes
+        groups[-1][name] = ours
+        room -= size
     with new_folder(folder) as folder:
-        groups, room, index = [], 0, {}
-        for name, ours in hf_names(kind, state).items():
-            size = dtype.itemsize * sum(state[part].numel() for part in ours)
-            if size > room:
-                groups, room = groups + [{}], shard_bytes
-            groups[-1][name] = ours
-            room -= size
         for number, group in enumerate(groups, 1):
             file = f"model-{number:05d}-of-{len(groups):05d}.safetensors" if len(groups) > 1 else "model.safetensors"
-            tensors = {name: torch.cat([state[part] for part in ours]).to(dtype) for name, ours in group.items()}
+            tensors = {name: conv1d(kind, name, torch.cat([state[part] for part in ours])).to(dtype).contiguous()
+                       for name, ours in group.items()}
             if odd := [name for name, tensor in tensors.items() if not tensor.isfinite().all()]:
                 raise ValueError(f"{odd[0]} is not finite in {dtype}: take --dtype fp32, if it is finite there")
-            tensors = {name: conv1d(kind, name, tensor).contiguous() for name, tensor in tensors.items()}
             save_file(tensors, folder / file, metadata={"format": "pt"})
             index |= dict.fromkeys(group, file)
-        ids = {"bos_token_id": eot, "eos_token_id": eot}
-        config |= ids | {"torch_dtype": str(dtype)[6:]}
         files = {"config.json": config, "generation_config.json": ids, **(files or {})}
         if len(groups) > 1:
             total = dtype.itemsize * sum(parameter.numel() for parameter in state.values())

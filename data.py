@@ -45,9 +45,8 @@ def require(condition, message):
 def load_tokenizer(name, folder=None):
     """The `tiktoken.Encoding` called "bytes", "bpe" (which `--train_bpe` stored in `folder`) or as tiktoken knows it.
 
-    Or the one of a Hugging Face folder with a tokenizer.json, whose path is its name.
-
-    ValueError for an unknown name, OSError for one that has to be downloaded and cannot be.
+    Or the one of a Hugging Face folder with a tokenizer.json, whose path is its name. ValueError for an unknown name,
+    OSError for one that has to be downloaded and cannot be.
     """
     if name == "bytes":  # every pattern gives the same ids; long runs of anything go fastest (30 MB/s, "." gives 7)
         pattern, ranks = r"[\s\S]{1,256}", {bytes([byte]): byte for byte in range(256)}
@@ -88,9 +87,8 @@ GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?
 
 def hf_bytes():
     """{byte: the printable character that stands for it in GPT-2's vocabulary, and in all byte-level ones since}."""
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    return {byte: chr(byte if byte in printable else 256 + others.index(byte)) for byte in range(256)}
+    others = itertools.count(256)  # for white space and control characters
+    return {byte: chr(byte if chr(byte).isprintable() and byte != 32 else next(others)) for byte in range(256)}
 
 
 def hf_tokenizer(encoding):
@@ -181,10 +179,10 @@ def walk(root, skip=()):
 
 def is_text(source):
     """A file without NUL bytes is text, the first 8 KB tell (as in git); a PDF is none, a table is, even compressed."""
-    if not os.path.isfile(source) or is_table(source):  # not a broken link, nor a pipe
-        return os.path.isfile(source)
+    if not os.path.isfile(source):  # a broken link, a pipe
+        return False
     head = np.fromfile(source, np.uint8, 8192).tobytes()
-    return b"\0" not in head and not head.startswith(b"%PDF-")
+    return is_table(source) or b"\0" not in head and not head.startswith(b"%PDF-")
 
 
 def is_table(source):
@@ -460,21 +458,8 @@ class TokenDataset:
     """
 
     def __init__(self, folder, split, seq_len, seed=0):
-        self.seq_len, self.seed, meta = seq_len, seed, read_meta(folder)
+        self.seq_len, self.seed, meta, paths = seq_len, seed, read_meta(folder), find_shards(Path(folder), split)
         header = meta.get("header") is not False
-        # the last word of these decides: interval_train.bin is no validation
-        name = re.compile(rf"(.*[^a-z])?{split}[^a-z](?!(.*[^a-z])?(train|val)[^a-z]).*")
-        paths = sorted(path for path in Path(folder).glob("*.bin") if name.fullmatch(path.name))
-        if not paths:
-            exists = os.path.exists(folder)
-            near = [str(path.parent) for path in (Path(folder) if exists else Path(folder).parent).glob("*/meta.json")]
-            what = f"has no *{split}*.bin" if exists else "does not exist"
-            # Text, or a folder of it, cannot be made a data set where it is.
-            source, out = (shlex.quote(str(folder)), "data/mine") if exists else ("SOURCE", shlex.quote(str(folder)))
-            todo = f"python data.py {source} --out {out} prepares one"
-            if meta or any(Path(folder).glob("*.bin")):
-                todo = "prepare its source again, with --val_fraction above 0"
-            raise FileNotFoundError(f"{folder} {what}: {todo}" + f"; there are {', '.join(near)}" * bool(near))
         self.shards = [open_shard(path, header) for path in paths]
         self.meta = (LLM_C[self.shards[0][1]] if header else dict.fromkeys(("tokenizer", "vocab_size", "eot"))) | meta
         vocab, counts = self.meta["vocab_size"], [tokens for *_, tokens in self.shards]
@@ -489,8 +474,7 @@ class TokenDataset:
         lengths = [tokens for *_, tokens in self.masks or self.shards]
         require(lengths == counts, f"{folder} has masks of other lengths than its {split} shards: damaged")
         # windows before each shard, and in all; none reaches into the next one, whose text is another
-        self.starts = list(itertools.accumulate((max(0, tokens - 1) // seq_len for tokens in counts), initial=0))
-        self.windows = self.starts[-1]
+        *self.starts, self.windows = itertools.accumulate((max(0, n - 1) // seq_len for n in counts), initial=0)
         require(self.windows, f"the longest {split} shard of {folder} has {max(counts):,} tokens, --seq_len {seq_len} "
                               f"needs {seq_len + 1:,}: give more text or a shorter --seq_len")
         map_shard.cache_clear()  # a file that was written again would still have its old content there
@@ -534,6 +518,22 @@ class TokenDataset:
 
 class DataError(ValueError):
     """What only reading a window can tell, perhaps after many steps."""
+
+
+def find_shards(folder, split):
+    """The files of a split in their order; FileNotFoundError says how to make them, or where else there are some."""
+    # the last word of these decides: interval_train.bin is no validation
+    name = re.compile(rf"(.*[^a-z])?{split}[^a-z](?!(.*[^a-z])?(train|val)[^a-z]).*")
+    if paths := sorted(path for path in folder.glob("*.bin") if name.fullmatch(path.name)):
+        return paths
+    if any(folder.glob("*.bin")) or Path(folder, "meta.json").exists():
+        what = f"has no *{split}*.bin: prepare its source again, with --val_fraction above 0"
+    elif folder.exists():  # text, or a folder of it, cannot be made a data set where it is
+        what = f"has no *{split}*.bin: python data.py {shlex.quote(str(folder))} --out data/mine prepares one"
+    else:
+        what = f"does not exist: python data.py SOURCE --out {shlex.quote(str(folder))} prepares one"
+    near = [str(path.parent) for path in (folder if folder.exists() else folder.parent).glob("*/meta.json")]
+    raise FileNotFoundError(f"{folder} {what}" + f"; there are {', '.join(near)}" * bool(near))
 
 
 def open_shard(path, header=True):

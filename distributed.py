@@ -211,8 +211,8 @@ def stand_together(world, store):
     torchrun ends the processes of its own machine; those of the others would wait in a collective for --timeout. Of one
     that is killed they hear from torchrun, by a closed connection, or after --timeout; who it is shows by its pulse.
     """
-    stopped, show, name = threading.Event(), sys.excepthook, f"process {world.rank} on {socket.gethostname()}"
-    world.entered.callback(stopped.set)
+    name, pulse, stopped = f"process {world.rank} on {socket.gethostname()}", f"pulse {world.rank}", threading.Event()
+    say, show = partial(print, file=sys.stderr, flush=True), sys.excepthook
 
     def pulses():
         return ask(lambda: [store.get(f"pulse {rank}").decode() for rank in range(world.size)])
@@ -224,46 +224,46 @@ def stand_together(world, store):
         return [now for now, then in zip(pulses() or (), before) if now and now == then]
 
     def leave(*error):
-        first = stopped.is_set() or ask(lambda: store.add("ends", 1)) in (1, None)
+        first = ask(lambda: store.add("ends", 1)) in (1, None)
         if error and first:
             show(*error)
             if names := silent():
-                print("most likely because of", *names, "which was killed, or hangs", file=sys.stderr, flush=True)
+                say("most likely because of", *names, "which was killed, or hangs")
         elif error:  # most likely a consequence, as a closed connection is
-            line = str(error[1]).partition("\n")[0]
-            print(f"{name} ends, too: {error[0].__name__}: {line}", file=sys.stderr, flush=True)
-        if not stopped.is_set():
-            ask(lambda: (store.set(f"pulse {world.rank}", ""), store.set("ended", name)))
-            os._exit(1)  # at once: a tidy exit could wait for peers that wait for this process
+            say(f"{name} ends, too: {error[0].__name__}:", str(error[1]).partition("\n")[0])
+        ask(lambda: (store.set(pulse, ""), store.set("ended", name)))
+        os._exit(1)  # at once: a tidy exit could wait for peers that wait for this process
 
-    def watch(store, beat=0):
+    def watch(store):
         while not stopped.wait(1):
             try:
-                store.set(f"pulse {world.rank}", f"{name}, pulse {(beat := beat + 1)},")
+                store.set(pulse, f"{name}, last heard at {time.strftime('%X')},")
                 why = f"{store.get('ended').decode()} has, which says why" if store.check(["ended"]) else ""
             except RuntimeError:
                 why = "torchrun's store has gone: torchrun on the first machine was ended, or that machine is down"
             if why and not stopped.is_set():
                 if not setting("LOCAL_RANK"):
-                    print(f"{name} ends because {why}", file=sys.stderr, flush=True)
+                    say(f"{name} ends because {why}")
                 os._exit(1)
+    store.set(pulse, f"{name}, never heard,")
     sys.excepthook = leave
     atexit.register(leave)
-    store.set(f"pulse {world.rank}", f"{name}, pulse 0,")
+    for end in stopped.set, partial(setattr, sys, "excepthook", show), partial(atexit.unregister, leave):
+        world.entered.callback(end)
     threading.Thread(target=watch, args=(store.clone(),), daemon=True).start()  # a connection is one thread's
 
 
 def ask(request):
     """What `request()` to a store returns; None if the store has gone, or does not answer within ten seconds."""
-    answers = []
+    answers = [None]
 
     def run():
         with suppress(RuntimeError):
-            answers.append(request())
+            answers[0] = request()
     thread = threading.Thread(target=run, daemon=True)
     thread.start()
     thread.join(10)
-    return answers[0] if answers else None
+    return answers[0]
 
 
 def refuse(message, code):
@@ -540,14 +540,14 @@ def plan(build, optimizers, gpus, fsdp=False, replicas=1, tp=1, micro_batch=1, s
                 for group in optimizer.param_groups for p in group["params"]]
         states = sum(STATES[name] * elements[p] for name, p in held)
         hidden = [sorted(p.shape) for name, p in held if name == "Muon"]
-    own, gathered = sum(elements.values()), 3 if reshard else layers
+    own, gathered = sum(elements.values()), min(3, layers) if reshard else layers
     memory = {
         "parameters": 4 * own,
         # FSDP2 accumulates whole gradients, for it exchanges them with the last micro-batch alone.
         "gradients": 4 * (total // tp if fsdp and accumulation > 1 else own),
         "moments": 4 * states,  # AdamW's step counters, 4 bytes for each tensor, aside
         # bf16 weights. FSDP2: root, last block, the block at work and the next one; otherwise autocast's copy of all.
-        "gathered": 2 * (root + min(gathered, layers) * max(blocks) if fsdp else total) // tp,
+        "gathered": 2 * (root + gathered * max(blocks) if fsdp else total) // tp,
         "activations": int(layers * kept),
         # In fp32 the softmax, its gradient and that of the logits; the head's gradient: in bf16, summed in fp32.
         "logits": int(12 * tokens * vocabulary / chunks + 6 * vocabulary * C) // tp,
@@ -580,14 +580,15 @@ def plan(build, optimizers, gpus, fsdp=False, replicas=1, tp=1, micro_batch=1, s
                 fits=memory["peak"] < 0.92e9 * limit)
 
 
-def smallest_change(predict, gpus, micro_batch):
+def smallest_change(predict, gpus, batch_size, micro_batch):
     """The fewest options to change (a dict) for `predict(**change)` to fit; None when none of those tried does."""
     halves = [dict(micro_batch=micro_batch >> n) for n in range(1, micro_batch.bit_length())]  # they cost no time
     ladder = [("activation_checkpoint", "selective"), ("activation_checkpoint", "block"), ("fsdp", True),
               ("micro_batch", 1), ("tp", 2), ("tp", 4), ("tp", 8), ("gpus", 2 * gpus), ("gpus", 4 * gpus)]
     for change in halves + [dict(steps) for n in (1, 2, 3) for steps in combinations(ladder, n)]:
+        batch = {} if "gpus" in change else {"batch_size": batch_size}  # as it is printed, but for other GPUs
         with suppress(ValueError):  # does not divide
-            if predict(**change)["fits"]:
+            if predict(**batch, **change)["fits"]:
                 return change
 
 
@@ -641,17 +642,15 @@ def main():
         micro_batch = train.pick_micro_batch(now, ranks)
         chunks = loss_chunks(micro_batch * fields.seq_len, fields.vocab_size, "cuda")
         build_optimizers = partial(train.build_optimizer, config=now, peak=1.0, dtype=torch.bfloat16)
-        found = plan(partial(GPT, fields), build_optimizers, now.gpus, now.fsdp, now.replicas, now.tp, micro_batch,
-                     fields.seq_len, now.reshard, now.activation_checkpoint, now.batch_size // ranks // micro_batch,
-                     now.gpu, chunks, now.machine, n_head=fields.n_head, n_kv_head=fields.n_kv_head,
-                     n_hidden=fields.n_hidden)
-        return dict(found, micro_batch=micro_batch, batch_size=now.batch_size)
+        return dict(batch_size=now.batch_size, micro_batch=micro_batch, **plan(
+            partial(GPT, fields), build_optimizers, now.gpus, now.fsdp, now.replicas, now.tp, micro_batch,
+            fields.seq_len, now.reshard, now.activation_checkpoint, now.batch_size // ranks // micro_batch, now.gpu,
+            chunks, now.machine, n_head=fields.n_head, n_kv_head=fields.n_kv_head, n_hidden=fields.n_hidden))
     with train.command(PlanConfig, "distributed.py") as config:
         try:
             found = predict()
-            batch = dict(batch_size=found["batch_size"])  # as it is printed, but for other GPUs
             change = None if found["fits"] else smallest_change(
-                lambda **now: predict(**({} if "gpus" in now else batch) | now), config.gpus, found["micro_batch"])
+                predict, config.gpus, found["batch_size"], found["micro_batch"])
         except ValueError as error:  # flags that do not go together
             refuse(f"distributed.py: {error}", 2)
         except KeyError as error:

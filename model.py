@@ -275,20 +275,19 @@ class GPT(nn.Module):
         each block begins as the identity. Embedding and head are small enough for an untrained loss of ln V + 0.05;
         tied ones would otherwise predict the token they have just read, with a logit of C times their deviation.
         """
-        shape = self.get_parameter(name).shape
-        kind = name.split(".")[-2:]
-        if kind[0].endswith("norm"):
-            return torch.ones(shape) if kind[-1] == "weight" else torch.zeros(shape)
-        if kind[-1] == "bias" and len(shape) == 1 or kind[0] in ("o", "down"):
+        shape, C = self.get_parameter(name).shape, self.config.n_embd
+        part, kind = f".{name}".split(".")[-2:]
+        if part.endswith("norm") and kind == "weight":
+            return torch.ones(shape)
+        if kind == "bias" and len(shape) == 1 or part in ("o", "down"):
             return torch.zeros(shape)
-        if kind[0] not in ("embed", "head", "position", "q", "k", "v", "gate", "up"):
+        small = min(0.02, 0.3 / math.sqrt(C), math.log(self.config.vocab_size) / (3 * C) if self.config.tied else 1)
+        deviations = dict(embed=small, head=small, position=small, q=0.02, k=0.02, v=0.02, gate=0.02, up=0.02)
+        if part not in deviations:
             raise ValueError(f"GPT.initial has no rule for {name}: add one, for what a module's __init__ sets is lost")
-        std, C = 0.02, self.config.n_embd
-        if kind[0] in ("embed", "head", "position"):
-            std = min(std, 0.3 / math.sqrt(C), math.log(self.config.vocab_size) / (3 * C) if self.config.tied else std)
         digest = hashlib.sha256(f"{seed} {name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little") >> 1)  # 63 bits: it is signed
-        return torch.empty(shape).normal_(0.0, std, generator=generator)
+        return torch.empty(shape).normal_(0.0, deviations[part], generator=generator)
 
     def rope(self, positions):
         """Cosines and sines of `positions` (..., T): a pair of (..., T, D)."""
@@ -358,7 +357,7 @@ class GPT(nn.Module):
     @torch.no_grad()
     def stream(self, prompts, max_new_tokens, temperature=1.0, top_k=0, top_p=1.0, seed=None, stop=None, vocab=None,
                rule=causal):
-        """Yield, for each new position, the list of B next token ids; None for a row that has already produced `stop`.
+        """Yield, for each new position, the list of B next token ids; None for a row that has ended, with `stop`.
 
         `prompts` is a list of B non-empty lists of ids, of any lengths up to seq_len. With RoPE it goes on past seq_len
         and sees the newest seq_len tokens; learned positions end there, and asking for more raises ValueError.
@@ -376,21 +375,20 @@ class GPT(nn.Module):
         padding = torch.tensor([[longest - len(p)] for p in prompts], device=tokens.device)  # (B, 1)
         cache = KVCache(min(self.config.window or limit, longest + max_new_tokens), padding if padding.any() else 0)
         generator = None if seed is None else torch.Generator(tokens.device).manual_seed(seed)
-        done = torch.zeros(len(prompts), dtype=torch.bool, device=tokens.device)
         # The first pass takes the whole prompts, each later one the token that was drawn last: the cache has the rest.
-        model = prepacked(self, len(prompts))
+        model, new = prepacked(self, len(prompts)), prompts
         for _ in range(max_new_tokens):
             logits = model(tokens, cache=cache, last=True, rule=rule)[:, 0, :vocab].float()  # (B, V)
             tokens = pick(logits, temperature, top_k, top_p, generator)  # (B, 1)
-            yield [None if end else token for token, end in zip(tokens[:, 0].tolist(), done.tolist())]
-            done |= tokens[:, 0] == (-1 if stop is None else stop)
-            if done.all():
+            new = [None if old is None or token == stop else token for old, token in zip(new, tokens[:, 0].tolist())]
+            yield new
+            if all(token is None for token in new):
                 return
 
     def generate(self, prompts, max_new_tokens, **options):
         """The new tokens of each prompt, a list of B lists of ids (`stop` excluded); options as for `stream`."""
-        columns, ends = zip(*self.stream(prompts, max_new_tokens, **options)), (None, options.get("stop"))
-        return [[token for token in column if token not in ends] for column in columns]
+        rows = zip(*self.stream(prompts, max_new_tokens, **options))
+        return [[token for token in row if token is not None] for row in rows]
 
 
 def prepacked(model, rows):
@@ -401,13 +399,13 @@ def prepacked(model, rows):
     formula of their own there is no copy, of a model with hooks none at all. What `forward` sets on itself is lost.
     """
     # FSDP2 has `reshard`, and may have left plain parameters.
-    ready = torch.backends.mkldnn.is_available() and not (
-        torch.is_autocast_enabled("cpu") or hasattr(model, "reshard")
-        or any(part._forward_hooks or part._forward_pre_hooks for part in model.modules()))
-    dtypes = [torch.float32, torch.bfloat16][:1 + (ready and torch.ops.mkldnn._is_mkldnn_bf16_supported())]
+    hooked = any(part._forward_hooks or part._forward_pre_hooks or hasattr(part, "reshard") for part in model.modules())
+    if hooked or torch.is_autocast_enabled("cpu") or not torch.backends.mkldnn.is_available():
+        return model
     kinds = {(type(p), p.device.type, p.dtype) for p in model.parameters()}  # a sharded one is a DTensor
-    if (not ready or not kinds <= {(nn.Parameter, "cpu", dtype) for dtype in dtypes}
-            or sum(p.nbytes for p in model.parameters()) > 2 ** 33):  # a large model may not fit twice
+    dtypes = [torch.float32] + [torch.bfloat16] * torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    large = sum(p.nbytes for p in model.parameters()) > 2 ** 33  # it may not fit twice
+    if large or not kinds <= {(nn.Parameter, "cpu", dtype) for dtype in dtypes}:
         return model
 
     def product(weight, bias=None):
@@ -478,7 +476,7 @@ def main():
         text = codecs.getincrementaldecoder("utf-8")(errors="replace")
         for token, in model.stream([ids], config.tokens or room, config.temperature, config.top_k, config.top_p,
                                    config.seed, tokenizer.eot_token, tokenizer.n_vocab):
-            new = b"" if token == tokenizer.eot_token else tokenizer.decode_single_token_bytes(token)
+            new = b"" if token is None else tokenizer.decode_single_token_bytes(token)
             print(shown + text.decode(new), end="", flush=True)
             shown = ""
         print(text.decode(b"", final=True))

@@ -54,12 +54,12 @@ def data_sheet(gpu):
 def peak_flops(device, dtype, tflops=None):
     """(FLOP/s, where the figure is from): `tflops` as given, a known GPU's data sheet in 16 bits, or measured here."""
     import torch
-    source = "--peak_tflops"
-    if tflops is None and device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
-        gpu = torch.cuda.get_device_properties(device)
-        tflops, source = data_sheet(gpu), f"{gpu.name}'s dense peak"
     if tflops:
-        return tflops * 1e12, source
+        return tflops * 1e12, "--peak_tflops"
+    if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16):
+        gpu = torch.cuda.get_device_properties(device)
+        if known := data_sheet(gpu):
+            return known * 1e12, f"{gpu.name}'s dense peak"
     size = 1024 if device.type == "cpu" else 8192
     slow = device.type == "cpu" and dtype == torch.float16  # its products alone are slower than within a model
     a, b = (torch.randn(size, size, device=device).to(torch.float32 if slow else dtype) for _ in range(2))
@@ -103,9 +103,9 @@ class Meter:
 
     def wait(self, iterator):
         """The iterator's next item; the time it took counts as waiting for data."""
-        self.waited -= timeit.default_timer()
+        start = timeit.default_timer()
         item = next(iterator)
-        self.waited += timeit.default_timer()
+        self.waited += timeit.default_timer() - start
         return item
 
     def read(self, tokens):
@@ -250,8 +250,8 @@ def summarize(events):
     steps = [event for event in host if event.name.startswith("ProfilerStep")]
     duration = covered(steps)
     shares = {name: covered(event for event in host if event.name == name) / duration for name in REGIONS}
-    idle = 1 - covered(work + talk) / duration
-    exposed = (covered(work + talk) - covered(work)) / duration
+    working, busy = covered(work) / duration, covered(work + talk) / duration
+    idle, exposed = 1 - busy, busy - working
     spent = collections.Counter()
     for event in device or host:
         spent[event.name] += event.time_range.elapsed_us() if device else event.self_cpu_time_total

@@ -256,18 +256,18 @@ def test_generation_from_prepacked_weights():
 
 
 def test_a_bf16_models_cache_is_read_in_fp32_on_a_cpu():
-    """Also when the ring is full, and not under autocast, where SDPA would turn it back at each token."""
+    """Also when the cache is full, and not under autocast, where SDPA would turn it back at each token."""
     for window in 0, 3:
         model = tiny(n_kv_head=2, window=window).eval().bfloat16()
         tokens, cache = torch.randint(0, 50, (2, 9)), KVCache(window or 16)
         with torch.no_grad():
             whole = model(tokens)
             parts = torch.cat([model(part, cache=cache) for part in tokens.split([4, 1, 1, 3], dim=1)], dim=1)
-        assert cache.rings["k0"].dtype == torch.float32 and parts.dtype == torch.bfloat16
+        assert cache.kept["k0"].dtype == torch.float32 and parts.dtype == torch.bfloat16
         assert (whole - parts).abs().max() < 0.02 * whole.abs().max()
         with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
             model.float()(tokens, cache=(cache := KVCache(window or 16)))
-        assert cache.rings["k0"].dtype == torch.bfloat16
+        assert cache.kept["k0"].dtype == torch.bfloat16
     with folder() as d:
         data.prepare([model_file.__file__], d / "data")
         code, output = train_here(f"--data={d}/data", f"--out={d}/out", "--steps=2", "--dtype=bf16", "--window=8")
@@ -295,7 +295,7 @@ def test_cached_logits_equal_uncached():
             assert (shifted - whole[0]).abs().max() < 1e-5, (shape, mask)
 
 
-def test_a_cache_is_a_ring():
+def test_a_cache_keeps_the_newest():
     """Its memory is allocated once, and what the new tokens may look at comes in order."""
     for capacity, sizes in [(32, [1] * 20), (4, [1] * 20), (4, [6, 1, 2, 3, 4, 1, 1, 2]), (1, [1, 2, 1, 3])]:
         cache, come, where = KVCache(capacity), 0, set()
@@ -303,8 +303,8 @@ def test_a_cache_is_a_ring():
             new, seen = torch.arange(come, come + size).view(1, 1, size, 1), cache.advance(size)
             kept, come = cache.extend("k", new).flatten().tolist(), come + size
             assert kept == [*range(come - seen, come)]
-            assert seen == min(come, capacity - 1 + size) and cache.rings["k"].size(-2) == capacity
-            where.add(cache.rings["k"].data_ptr())
+            assert seen == min(come, capacity - 1 + size) and cache.kept["k"].size(-2) == capacity
+            where.add(cache.kept["k"].data_ptr())
         assert len(where) == 1
 
 
@@ -428,7 +428,7 @@ def test_attention_keeps_to_its_document_and_its_window():
 
 
 def test_generation_goes_on_past_the_context_or_says_so():
-    """With RoPE the cache is a ring; learned positions end, and the message carries the numbers."""
+    """With RoPE the cache keeps the newest; learned positions end, and the message carries the numbers."""
     model = tiny().eval()
     new = model.generate([[1, 2, 3], [4]], 40, temperature=0)  # seq_len is 16
     assert [len(row) for row in new] == [40, 40]

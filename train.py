@@ -32,7 +32,7 @@ import sysconfig
 import zlib
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Annotated, Literal, get_args, get_origin, get_type_hints
+from typing import Annotated, Literal, get_args, get_origin
 
 
 @dataclasses.dataclass
@@ -97,18 +97,17 @@ class TrainConfig:
 
     def __post_init__(self):
         """Refuse what cannot work, before anything is read or started."""
-        least = dict(steps=1, batch_size=1, keep=1, log_every=1, micro_batch=1, seq_len=2, warmup=0, weight_decay=0,
-                     grad_clip=0, save_every=0, keep_every=0, eval_every=0, eval_tokens=0, seed=0, max_skips=0,
-                     replicas=1, tp=1, timeout=1, peak_tflops=0.001)
-        for name, low in least.items():
-            high = dict(seed=2 ** 63, timeout=2 ** 31).get(name, math.inf)
-            value = getattr(self, name)
-            require(value is None or low <= value < high, f"--{name} is {value}, expected {low} <= {name} < {high}")
-        for name in "data", "out", "init_from":
-            require(getattr(self, name) != "", f"--{name} is empty, expected a path")
+        # Every number is finite and not negative, and these are more.
+        least = dict(steps=1, batch_size=1, micro_batch=1, seq_len=2, keep=1, log_every=1, replicas=1, tp=1, timeout=1,
+                     peak_tflops=0.001)
+        for name, value in vars(self).items():
+            low, high = least.get(name, 0), dict(seed=2 ** 63, timeout=2 ** 31).get(name, math.inf)
+            require(type(value) not in (int, float) or low <= value < high,
+                    f"--{name} is {value}, expected {low} <= {name} < {high}")
+            require(value != "", f"--{name} is empty, expected a word")
+        require(self.lr != 0, f"--lr is {self.lr}, expected a positive number")
         require(not os.path.isfile(self.out), f"--out {self.out} is a file, expected a folder")
         require(os.path.realpath(self.out) != os.path.realpath(self.data), f"--out and --data are both {self.out}")
-        require(self.lr is None or 0 < self.lr < math.inf, f"--lr is {self.lr}, expected a positive number")
         require(self.resume in ("auto", "never") or self.resume.isdecimal(),
                 f"--resume is {self.resume!r}, expected auto, never or the number of a step")
         require(self.sdpa == "auto" or self.attention not in ("flex", "reference"),
@@ -141,32 +140,31 @@ def parse_args(kind, prog, argv=None):
     """
     if hasattr(sys.stdout, "reconfigure"):  # a sample may have characters that a locale has not
         sys.stdout.reconfigure(errors="replace")
-    # No abbreviations: a flag added later would change what they mean.
-    place = parser = argparse.ArgumentParser(prog, description=kind.__doc__, allow_abbrev=False)
+    # No abbreviations: a flag added later would change what they mean. What is not given, `kind` has a default for.
+    place = parser = argparse.ArgumentParser(prog, description=kind.__doc__, allow_abbrev=False,
+                                             argument_default=argparse.SUPPRESS)
 
     def refuse(text):
-        text = text.split(", ")[0] if "required:" in text else text  # argparse names lists, too, which may be empty
         others = " ".join(action.dest for action in parser._get_positional_actions())
-        hint = f"; without a flag: {others}, behind -- what begins with a hyphen" if others else ""
-        hint = hint if re.match("unknown|unrecognized|the following", text) else ""
+        lost = others and re.match("unknown|unrecognized|the following", text)
+        hint = f"; without a flag: {others}, behind -- what begins with a hyphen" if lost else ""
         distributed.refuse(f"{prog}: {text} (see {prog} --help{hint})", 2)
     parser.error = refuse
 
     def plain(word):  # what stood behind -- has this mark, or argparse would take -x for a flag
         return word.removeprefix("\0")
     for field in dataclasses.fields(kind):
-        hint, text, *title = get_args(get_type_hints(kind, include_extras=True)[field.name])
+        hint, text, *title = get_args(field.type)
         place = parser.add_argument_group(*title) if title else place
         positional = field.default is dataclasses.MISSING
         hint = get_args(hint)[0] if type(None) in get_args(hint) else hint  # X | None is X, or not given
         kinds = {bool: dict(action=argparse.BooleanOptionalAction), Literal: dict(choices=get_args(hint)),
-                 list: dict(nargs="*", type=plain), str: dict(type=plain)}
-        options = kinds.get(get_origin(hint) or hint, dict(type=hint))
-        options |= {} if positional else dict(default=field.default)
-        text += "" if options.get("default") is None else " (%(default)s)"
-        place.add_argument(field.name if positional else "--" + field.name, help=text, **options)
+                 list: dict(nargs="*", type=plain, default=[]), str: dict(type=plain)}
+        text += "" if positional or field.default is None else f" ({field.default})"
+        place.add_argument(field.name if positional else "--" + field.name, help=text,
+                           **kinds.get(get_origin(hint) or hint, dict(type=hint)))
     argv = sys.argv[1:] if argv is None else argv
-    end = argv.index("--") if "--" in argv else len(argv)  # what stands behind it is no flag
+    end = [*argv, "--"].index("--")  # what stands behind it is no flag
     words = [re.sub("(?<=^--)[^=]+", lambda name: re.sub("^no_", "no-", name[0].replace("-", "_")), word)
              for word in argv[:end]]
     known, flags = parser._option_string_actions, [word.partition("=")[0] for word in words if word.startswith("--")]
@@ -232,8 +230,9 @@ def model_config(config, vocab_size, eot=0):
     if config.init_from:
         fields = checkpoint.read_hf(config.init_from)[1]
         fields["vocab_size"] = max(fields["vocab_size"], vocab_size)  # too few are refused with the tensors, by shape
-    if config.n_embd and "n_hidden" in fields:  # as wide, in proportion, as the preset's
+    if config.n_embd and "n_hidden" in fields:  # in the preset's proportion, in 64s, which suit the kernels
         fields["n_hidden"] = 64 * math.ceil(fields["n_hidden"] * config.n_embd / fields["n_embd"] / 64)
+    # Sequences of 131,072 tokens, as Llama 3's preset has, are for those who ask for them by --seq_len.
     fields |= dict(seq_len=min(fields["seq_len"], 4096), doc_start=eot if config.doc_mask else -1)
     # Flags and fields of the model have the same names.
     given = {field.name: getattr(config, field.name, None) for field in dataclasses.fields(ModelConfig)}
@@ -252,10 +251,10 @@ def learning_rate(step, config, peak):
     warm = min(1.0, (step + 1) / max(1, config.warmup))
     if config.schedule == "wsd":  # (Hu et al. 2024) its first half does not know how long the run will be
         return peak * min(warm, (config.steps - step) / (config.steps - config.steps // 2))
-    if config.schedule == "cosine":
-        progress = max(0, step - config.warmup) / max(1, config.steps - config.warmup)
-        return peak * warm * (0.55 + 0.45 * math.cos(math.pi * progress))
-    raise ValueError(f"there is no schedule {config.schedule}")
+    require(config.schedule == "cosine", f"there is no schedule {config.schedule}")
+    progress = max(0, step - config.warmup) / max(1, config.steps - config.warmup)
+    # 0.1 + 0.9 (1 + cos) / 2: from 1 to the tenth that GPT-3 ends with (Brown et al. 2020)
+    return peak * warm * (0.55 + 0.45 * math.cos(math.pi * progress))
 
 
 class Muon(torch.optim.Muon):
@@ -287,7 +286,7 @@ class Muon(torch.optim.Muon):
 
 def newton_schulz(x, steps):
     """About the nearest semi-orthogonal matrix to the matrix x: singular values of 0.7 to 1.2."""
-    if x.size(0) > x.size(1):
+    if x.size(0) > x.size(1):  # x^T has the same singular values and the smaller square
         return newton_schulz(x.T, steps).T
     # The quintic a x + b (x x^T) x + c (x x^T)^2 x acts on each singular value alone (Jordan et al. 2024).
     x = x / x.norm().clamp(min=1e-7)  # no singular value exceeds 1 now, and the polynomial pulls all of them towards 1
@@ -367,7 +366,7 @@ def pick_compile(config, world, backend):
 
 def pick_micro_batch(config, processes):
     """Sequences per device and forward; ValueError where the global batch does not divide, naming one that would."""
-    unit = processes * (config.micro_batch or 1)
+    unit = processes * (config.micro_batch or 1)  # what the global batch must be a multiple of
     near = max(1, round(config.batch_size / unit)) * unit
     require(config.batch_size % unit == 0, f"--batch_size {config.batch_size} does not divide into {processes} "
                                            f"processes x --micro_batch {unit // processes}: take --batch_size {near}")
@@ -400,7 +399,7 @@ def write_metrics(run, rows):
         run.unwritten += json.dumps({"step": row["step"]} | {name: known.get(name) for name in row}).encode() + b"\n"
     if run.unwritten:
         path = Path(run.config.out, "metrics.jsonl")
-        with open(path, "ab", buffering=0) as file:
+        with open(path, "ab", buffering=0) as file:  # what the disk refuses must show here, not when it is closed
             end = file.tell()
             if file.write(run.unwritten) < len(run.unwritten):
                 file.truncate(end)
@@ -414,7 +413,7 @@ def watch_signals(aloud):
 
     def note(number, frame):
         if number == signal.SIGINT and number in caught:
-            os._exit(130)
+            os._exit(128 + signal.SIGINT)
         caught.append(number)
         if aloud and number == signal.SIGINT:
             with contextlib.suppress(OSError):  # not by print, which this may have interrupted
@@ -436,7 +435,7 @@ def setup(config, world, micro_batch):
     """
     say = checkpoint.tell if world.writer else lambda *words, **options: None
     run = SimpleNamespace(config=config, world=world, say=say, micro_batch=micro_batch, skipped=0, unsaved=False,
-                          unwritten=b"")
+                          unwritten=b"", accumulation=config.batch_size // world.data_size // micro_batch)
     # Data first: it says how many ids the model needs, and the checkpoint must be of this model.
     fields = open_data(run)
     run.checkpointer = checkpoint.Checkpointer(config.out, config.keep, config.async_save, config.keep_every)
@@ -466,12 +465,12 @@ def setup(config, world, micro_batch):
         seed=config.seed, reshard_after_forward=config.reshard, offload=config.offload)
     run.peak_lr = peak_rate(config, fields.n_embd)
     run.optimizers = build_optimizer(run.raw, config, run.peak_lr, dtype)
-    held = [p for optimizer in run.optimizers for group in optimizer.param_groups for p in group["params"]]
-    if lost := next((name for name, p in run.raw.named_parameters() if sum(p is other for other in held) != 1), None):
-        raise ValueError(f"build_optimizer has {lost} in none of its groups, or twice")
+    held = [id(p) for optimizer in run.optimizers for group in optimizer.param_groups for p in group["params"]]
+    for name, p in run.raw.named_parameters():
+        require(held.count(id(p)) == 1, f"build_optimizer has {name} in none of its groups, or twice")
     run.scaler = torch.amp.GradScaler(world.device.type, enabled=dtype == torch.float16)
     run.step, extra = (0, {}) if resumed is None else run.checkpointer.load(run.raw, run.optimizers, resumed)
-    run.scaler.load_state_dict(extra.get("scaler") or run.scaler.state_dict())
+    run.scaler.load_state_dict(extra.get("scaler") or run.scaler.state_dict())  # only fp16's checkpoint has one
     # FSDP2 hands its modules weights that are in `dtype` already.
     run.autocast = torch.autocast(world.device.type, dtype, enabled=dtype != torch.float32 and not world.has("shard"))
     left, traced = config.steps - run.step, sum(profile.SCHEDULE.values())
@@ -483,7 +482,6 @@ def setup(config, world, micro_batch):
     peak, source = profile.peak_flops(world.device, dtype, config.peak_tflops)
     run.meter = profile.Meter(run.raw.flops_per_token(fields.seq_len), peak * world.size, world.device)
     run.profiler = profile.Profiler(profiled, world.device, world.rank, say, config.profile_detail)
-    run.accumulation = config.batch_size // world.data_size // micro_batch
     run.step_tokens = config.batch_size * fields.seq_len
     describe(run, why_backend, f"{why_dtype}, compile {why_compile}, peak {peak / 1e12:.2f} TFLOP/s ({source})")
     return run
@@ -501,8 +499,7 @@ def open_data(run):
     meta, ids, seen = run.dataset.meta, run.dataset.meta["vocab_size"], 0
     for split in run.dataset, run.validation:
         for i in range(64):  # of all windows, for a terabyte cannot be read
-            for part in split.fixed(i * (split.windows - 1) // 63):
-                seen = zlib.crc32(part.numpy(), seen)
+            seen = zlib.crc32(torch.cat(split.fixed(i * (split.windows - 1) // 63)).numpy(), seen)
     distributed.same({"the number of --data's tokens": run.dataset.tokens, "of its ids": ids,
                       "the checksum of some of its text": seen})
     fields = model_config(config, ids, meta["eot"])
@@ -516,8 +513,7 @@ def open_data(run):
 def describe(run, why_backend, machine):
     """Say what runs: lines from which a reader of the log knows all that was chosen."""
     config, world, fields = run.config, run.world, run.raw.config
-    layout = distributed.layout(config.fsdp, config.replicas, config.tp)
-    mesh = ":"[:len(layout)] + "".join(f" {name} {n}" for name, n in layout.items())
+    mesh = "".join(f", {name} {n}" for name, n in distributed.layout(config.fsdp, config.replicas, config.tp).items())
     ranks = f"{world.data_size} processes" if config.tp == 1 else f"{world.data_size} groups of {config.tp} processes"
     begin = f", resumed at step {run.step}" if run.step else f" from {config.init_from or 'scratch'}"
     run.say(f"data      {config.data}: {run.dataset.tokens:,} tokens to train on, {run.validation.tokens:,} to "
@@ -537,14 +533,14 @@ def prepare_out(run):
     Returns whether the step was evaluated.
     """
     config, out = run.config, Path(os.path.realpath(run.config.out))
-    # With --resume never the earlier run is moved, now that all else is known to be right. Not the folder: data and
-    # other runs may be in it. Checkpoints last: while they are there the run can go on.
-    left = ["config.json", "metrics.jsonl", "metrics.png", "profile", "tensorboard", "checkpoints"]
+    # With --resume never the earlier run is moved, now that all else is known to be right.
     if config.resume == "never" and ((out / "config.json").exists() or any(out.glob("checkpoints/step_*"))):
         aside = next(path for n in range(1, 10 ** 6) if not (path := out.with_name(f"{out.name}.{n}")).exists())
         aside.mkdir()
-        for name in filter(lambda name: (out / name).exists(), left):
-            (out / name).rename(aside / name)
+        # Not the folder: data and other runs may be in it. Checkpoints last: while they are there the run can go on.
+        for name in "config.json", "metrics.jsonl", "metrics.png", "profile", "tensorboard", "checkpoints":
+            if (out / name).exists():
+                (out / name).rename(aside / name)
         run.say(f"--resume never: the earlier run is now {aside}")
     run.claim = run.claim or claim(out)  # not twice: closing either file would end the lock
     started = time.time() - (time.perf_counter() - STARTED)
@@ -561,9 +557,9 @@ def claim(out):
     tells who has it, and `share_out` whether all processes see this folder.
     """
     found = Path(out, "config.json")
-    if found.is_file() and not any(Path(out).glob("checkpoints/step_*")) and (
-            not found.read_text("utf-8", "replace").startswith('{\n  "config": {')):  # as `prepare_out` writes it
-        raise ValueError(f"{found} is not of a run: take another --out")
+    require(not found.is_file() or any(Path(out).glob("checkpoints/step_*"))
+            or found.read_text("utf-8", "replace").startswith('{\n  "config": {'),  # as `prepare_out` writes it
+            f"{found} is not of a run: take another --out")
     try:
         Path(out).mkdir(parents=True, exist_ok=True)
         file = open(Path(out, ".lock"), "a+")
@@ -577,15 +573,13 @@ def claim(out):
             raise ValueError(f"--out {out} is written by another run: end that one, or take another --out") from None
     file.truncate(0)
     file.write(f"{socket.gethostname()}, process {os.getpid()}, {time.time()}")
-    file.flush()
+    file.seek(0)  # which flushes, and `share_out` reads from here
     os.fsync(file.fileno())
     return file
 
 
 def share_out(run):
     """ValueError, on all processes, unless --out is one folder for all: each writes its part of a checkpoint there."""
-    if run.claim:
-        run.claim.seek(0)
     file, end = Path(run.config.out, ".lock"), time.monotonic() + 60  # network file systems may be late
     written = run.checkpointer.agree(run.claim and run.claim.read())  # by the writer, who must not open it again
     while not (seen := run.claim or file.exists() and file.read_text() == written) and time.monotonic() < end:
@@ -695,10 +689,11 @@ def evaluate(run, step):
             total += run.model(x, y)
         count += (y != -100).sum()
     run.model.train()
-    distributed.reshard(run.raw)
+    distributed.reshard(run.raw)  # no backward follows, in which FSDP2 would free its weights
     loss = (world.sum(total) / world.sum(count)).item()
-    meta, elapsed = run.validation.meta, time.perf_counter() - STARTED
-    bits = loss / math.log(2) * run.validation.tokens / meta["val_bytes"] if meta.get("val_bytes") else math.nan
+    # nats / ln 2 x tokens / bytes: a number that tokenizers do not change
+    size, elapsed = run.validation.meta.get("val_bytes"), time.perf_counter() - STARTED
+    bits = loss / math.log(2) * run.validation.tokens / size if size else math.nan
     values = dict(val_loss=loss, val_bpb=bits)
     guard(run, write_metrics, run, [dict(step=step, **values, elapsed_s=elapsed)])
     known = "" if math.isnan(bits) else f" = {bits:.4f} bits per byte"  # of responses alone there is no such thing
@@ -712,6 +707,7 @@ def report(run, pending):
     # Tokens per second and MFU are of all these steps together: single ones vary with what else the machine does.
     speed = run.meter.read(run.step_tokens * len(pending))
     speed["data_wait_s"] /= len(pending)
+    # `step` counts the steps that are done, the schedule begins with step 0.
     rows = [dict(step=step, loss=loss.item(), lr=learning_rate(step - 1, run.config, run.peak_lr),
                  grad_norm=norm.item(), tokens=step * run.step_tokens, **speed, elapsed_s=elapsed)
             for step, loss, norm, elapsed in pending]
@@ -752,12 +748,11 @@ def show_sample(run):
 
     Every process computes it, for the model may be sharded.
     """
-    # --tp splits sequences, one token has no parts; with --offload the embedding is not where the logits are.
-    if run.dataset.meta["tokenizer"] is None or run.world.has("tp") or run.config.offload:
-        why = "--tp" if run.world.has("tp") else "--offload" if run.config.offload else "meta.json without a tokenizer"
-        return run.say(f"no sample: none with {why}")
     tokenizer, problem = None, "another process lacks the tokenizer"
     try:
+        require(not run.world.has("tp"), "none with --tp")  # which splits sequences: one token has no parts
+        require(not run.config.offload, "none with --offload")  # the embedding is not where the logits are
+        require(run.dataset.meta["tokenizer"] is not None, "none with meta.json without a tokenizer")
         tokenizer = data.load_tokenizer(run.dataset.meta["tokenizer"], run.config.data)
     except (OSError, ValueError) as error:  # the run is complete and saved, with or without a sample
         problem = error
@@ -802,7 +797,7 @@ def train(config):
         run = setup(config, world, micro_batch)
     except (ValueError, OSError, ImportError, RuntimeError) as error:
         advice = profile.want_of_memory(error)
-        if isinstance(error, RuntimeError) and not advice:
+        if isinstance(error, RuntimeError) and not advice:  # no mistake of the user's: the traceback is wanted
             raise
         distributed.refuse(f"train.py: {advice or error}", 1)
     # A signal is only noted: the step under way ends, all processes hear of it, and then they save together.
@@ -822,7 +817,7 @@ def train(config):
 
 
 def loop(run, signals):
-    """The training loop, from the run's step to the last one or the first of `signals`, and a sample -> exit code."""
+    """The training loop, from the run's step to the last one or one of `signals`, and a sample -> exit code."""
     config, say, step = run.config, run.say, run.step
     batches = data.batches(run.dataset, step, config.batch_size, run.micro_batch, run.world.data_rank,
                            run.world.data_size, run.world.device)
@@ -831,17 +826,14 @@ def loop(run, signals):
 
     def due(every):
         return step == config.steps or every and step % every == 0
-
-    def told():
-        # Asked of all: one that stopped alone would leave the others waiting. The answer is the signal's number.
-        return run.world.any(signals[0] if signals else 0)
     if step and due(config.eval_every) and not run.evaluated:  # the run was killed after it had saved
         evaluate(run, step)
     while step < config.steps and not stopping:
         loss, norm = optimizer_step(run, batches, step)
         step += 1
         pending.append((step, loss, norm, time.perf_counter() - STARTED))
-        stopping = told()
+        # Asked of all: one that stopped alone would leave the others waiting. The answer is the signal's number.
+        stopping = run.world.any(max(signals, default=0))
         odd = run.skipped or stopping or step == run.step + 1  # the first: a sign of life, which includes compilation
         if odd or due(config.log_every) or due(config.eval_every) or due(config.save_every):
             report(run, pending)
@@ -856,18 +848,18 @@ def loop(run, signals):
             save(run, step)
         if due(config.eval_every):
             evaluate(run, step)
-            stopping = stopping or told()
+            stopping = run.world.any(max(signals, default=0))
         if stopping or due(config.save_every):
             save(run, step)
-        guard(run, run.checkpointer.check, run.raw, run.optimizers)
+        guard(run, run.checkpointer.check, run.raw, run.optimizers)  # has an asynchronous write failed meanwhile?
         run.profiler.step()
         if not pending:
             run.meter.start()  # evaluating, saving and writing a trace are no optimizer work
     guard(run, run.checkpointer.finish)
+    auto = "" if config.resume == "auto" else " --resume auto"
     if stopping and step < config.steps:
-        again = "the same command" if config.resume == "auto" else "--resume auto"
-        place = "the newest checkpoint, for not all was saved, see above" if run.unsaved else "there"
-        say(f"stopped at step {step} by {signal.Signals(stopping).name}: {again} goes on from {place}")
+        place = "from the newest checkpoint, for not all was saved, see above" if run.unsaved else "from there"
+        say(f"stopped at step {step} by {signal.Signals(stopping).name}:{auto or ' the same command'} goes on {place}")
         return 128 + stopping
     show_sample(run)
     if not run.checkpointer.steps():
@@ -875,7 +867,6 @@ def loop(run, signals):
         return 1
     # From here the rate would rise again; a checkpoint before the decay is one of the longer run, too.
     early = [n for n in run.checkpointer.steps() if undecayed(run, n)]
-    auto = "" if config.resume == "auto" else " --resume auto"
     resume = f" --resume {early[-1]} (once: later checkpoints go)" if early else f"{auto} (where the rate rises again)"
     resume = auto if early[-1:] == [step] else resume
     lacking = ", but not all was saved, see above" if run.unsaved else ""
@@ -894,7 +885,7 @@ def undecayed(run, step):
 
 
 def main():
-    signal.signal(signal.SIGINT, signal.default_int_handler)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # Ctrl-C is KeyboardInterrupt again, see the imports
     try:
         sys.exit(train(parse_args(TrainConfig, "train.py")))
     except data.DataError as error:  # from a reading process it comes with a traceback as its text
