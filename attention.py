@@ -63,10 +63,11 @@ def make_mask(predicate, backend, queries, keys, device, batch=1, heads=1):
 
 
 def document_starts(tokens, index, doc_start, past):
-    """At which index the document of each of `tokens` (B, T) began, (B, T); None where all are one document.
+    """At which index the document of each token of `tokens` (B, T) began, (B, T); None where all are one document.
 
-    `index` (1, T) numbers the tokens, and the id `doc_start` begins a document (-1: none does). A document may have
-    begun in `past`, the KVCache, and long have left it. The filler in front of a batch's shorter prompts is one, too.
+    `index` (1, T) numbers the tokens; the id `doc_start` begins a document (-1: none does). `past`, the KVCache, knows
+    where the document under way began, even if that token is no longer kept. The filler in front of a batch's shorter
+    prompts counts as a document of its own.
     """
     if doc_start < 0 and not torch.is_tensor(past.padding):
         return None
@@ -85,9 +86,10 @@ MASKS = {}
 def model_mask(tokens, origin, config, backend, cache=None, rule=causal, heads=None):
     """The mask of one forward pass over `tokens` (B, T), one for all layers; None where SDPA needs none.
 
-    It is `rule`, and by the fields of `config`: among the newest `window` tokens (0: all), in the own document, of
-    which `origin` says where it began (from `document_starts`). A document's last target is the token that begins the
-    next, as generation ends with it. `heads`: the range of those that this process has (None: all).
+    `rule` says what a query may see, and the fields of `config` narrow it: to the newest `window` tokens (0: all), and
+    to the query's own document, which began at index `origin` (see `document_starts`). The token that begins the next
+    document is still this one's last target, as generation ends with it. `heads`: the range of heads that this process
+    computes (None: all).
     """
     (batch, queries), device = tokens.shape, tokens.device
     keys = cache.advance(queries) if cache else queries
@@ -98,7 +100,7 @@ def model_mask(tokens, origin, config, backend, cache=None, rule=causal, heads=N
     # SDPA has the triangle of T == S by itself, and the newest token sees all that a cache keeps.
     if plain and window == keys and queries in (1, keys) and backend in SDPA and not config.softcap:
         return None
-    # No FakeTensor, which has no numbers: neither given, nor what is made here.
+    # Only masks with values are kept: under a FakeTensorMode neither `tokens` nor what is made here has any.
     lasting = plain and cache is None and type(tokens) is type(torch.empty(0)) is torch.Tensor
     key = lasting and (backend == "flex", window, queries, keys, device)
     for known in MASKS:  # not MASKS[key], of which torch.compile makes a graph for each length
@@ -148,7 +150,7 @@ def attend(q, k, v, mask=None, backend="auto", softcap=0.0):
     """Attention output (B, H, T, D) for q (B, H, T, D) and k, v (B, K, S, D); H must be a multiple of K.
 
     `mask` is `make_mask`'s for the same backend; None means causal, the queries being the last T of the S positions.
-    But for Flex it may be numbers in the place of bool, which are added to the scores, as ALiBi's are.
+    Except with Flex it may also hold numbers, which are added to the scores, as ALiBi's are.
     `backend` is "sdpa", one of its KERNELS, "flex", "reference", or "auto": SDPA, and the reference for soft-capping.
     `softcap` is the scores' limit (0: none), which SDPA does not have: ValueError.
     """
@@ -159,7 +161,8 @@ def attend(q, k, v, mask=None, backend="auto", softcap=0.0):
     # keys, and the newest query would see only the first key; one query sees everything and needs no mask at all.
     if mask is None and (backend not in SDPA or 1 < queries < keys):
         mask = make_mask(causal, backend, queries, keys, q.device)
-    # What takes a mask, or fp32, on CUDA has no shared heads: SDPA would take math, whose scores are in fp32.
+    # On CUDA the kernels that take a mask or fp32 cannot share heads: SDPA would fall back to math, which holds all
+    # scores in fp32. So k and v are repeated.
     masked = backend == "efficient" or backend == "sdpa" and (mask is not None or q.dtype == torch.float32)
     if shared and (backend == "reference" or q.is_cuda and masked):
         # Grouped-query attention: so many neighbouring query heads share a key/value head.
@@ -179,7 +182,7 @@ def attend(q, k, v, mask=None, backend="auto", softcap=0.0):
 
 
 def gradients(q, k, v, mask, backend, softcap=0.0):
-    """What `attend` returns, where the inputs require gradients instead theirs, as a tuple."""
+    """`attend`'s output, or the inputs' gradients if they require any; a tuple either way."""
     out = attend(q, k, v, mask, backend, softcap)
     return torch.autograd.grad(out, (q, k, v), torch.ones_like(out)) if out.requires_grad else (out,)
 
@@ -240,7 +243,7 @@ class KVCache:
     """
 
     def __init__(self, capacity, padding=0):
-        self.kept, self.capacity, self.padding = {}, capacity, padding
+        self.kept, self.extended, self.capacity, self.padding = {}, {}, capacity, padding
         self.length = self.origin = 0
 
     def advance(self, queries):
@@ -250,6 +253,9 @@ class KVCache:
 
     def extend(self, name, new):
         """Keep `new` (..., T, D), after `advance`, under `name` -> what these T may look at (..., S, D)."""
+        if self.extended.get(name) == self.length:
+            raise ValueError(f"the cache has {name} already: a block that is used twice needs two layer numbers")
+        self.extended[name] = self.length
         if name not in self.kept:
             # On a CPU bf16 becomes fp32, which SDPA reads 2 to 6 times as fast for a single query; autocast undoes it.
             slow = (new.device.type, new.dtype) == ("cpu", torch.bfloat16) and not torch.is_autocast_enabled("cpu")
@@ -274,7 +280,7 @@ class KVCache:
 
 
 def compare():
-    """Print every backend's error, time and speed with every mask; on a CPU Flex is not compiled, and forward alone."""
+    """Print every backend's error, time and speed with every mask; on a CPU Flex is not compiled, and forward only."""
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     dtype, T, size = (torch.bfloat16, 4096, 8192) if device.type == "cuda" else (torch.float32, 512, 1024)
     matrix, ids = torch.randn(size, size, device=device, dtype=dtype), torch.arange(T, device=device)[None] * 4 // T

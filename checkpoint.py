@@ -6,6 +6,8 @@ Only tensors go through DCP, the rest is JSON, and DCP's one pickle is read thro
 
     python checkpoint.py inspect DIR     step, tokens, sizes, and every tensor's name, shape and dtype
     python checkpoint.py verify DIR      reads every byte against its checksum; exit code 1 names the broken file
+    python checkpoint.py export DIR OUT  a folder in Hugging Face's form, which transformers loads
+    python checkpoint.py import DIR OUT  the reverse: such a folder, or nanoGPT's ckpt.pt, as a run
 """
 import contextlib
 import enum
@@ -155,9 +157,9 @@ def broken(folder, read=None):
     """
     name = "files.json"
     try:
-        if not {".metadata", "state.json"} <= file_list(folder).keys():
+        if not {".metadata", "state.json"} <= (listed := file_list(folder)).keys():
             return f"{name} is not of a whole checkpoint"
-        for number, (name, (size, crc)) in enumerate(file_list(folder).items()):
+        for number, (name, (size, crc)) in enumerate(listed.items()):
             if os.path.basename(name) != name:
                 return f"{name} is a path out of the folder"
             if (found := (folder / name).stat().st_size) != size:
@@ -239,8 +241,9 @@ class Checkpointer:
         # A group of its own: on the default one the writing thread's messages mix with the training step's and hang.
         self.group = dist.new_group(backend="gloo") if dist.is_available() and dist.is_initialized() else None
         self.rank, self.ranks = (dist.get_rank(), dist.get_world_size()) if self.group else (0, 1)
-        # Steps: `verified`, whose checksums this process has compared; `saved`, written, loaded, or being written.
-        self.asynchronous, self.verified, self.saved = asynchronous, None, None
+        # Steps: `verified`, whose checksums this process has compared; `damaged`, which differ from theirs; `saved`,
+        # written, loaded, or being written.
+        self.asynchronous, self.verified, self.damaged, self.saved = asynchronous, None, set(), None
         # `pending` is the write under way, `failure` what finish() will raise of it. `stager` has the memory that an
         # asynchronous save copies to, `reserved` the names of the tensors for which it was made.
         self.pending = self.failure = self.stager = self.reserved = None
@@ -256,7 +259,7 @@ class Checkpointer:
 
     def steps(self):
         """Steps of the complete checkpoints, ascending."""
-        return [step for step in self.numbers() if not broken(self.folder(step))]
+        return [step for step in self.numbers() if step not in self.damaged and not broken(self.folder(step))]
 
     def agree(self, value):
         """The first of the ranks' values that is not empty, else None; ranks agree before any of them acts."""
@@ -285,6 +288,7 @@ class Checkpointer:
         # Not copied: DCP reads the shards where they are, each process its own; of what all have, one writes it.
         state, where = tensors(model, optimizers), dict(storage_writer=writer, process_group=self.group)
         self.saved = step  # unless it fails: settle() takes that back
+        self.damaged.discard(step)
         if self.asynchronous:
             self.reserve(state)
             self.pending = dcp.async_save(state, async_stager=self.stager.result(), **where)
@@ -313,6 +317,7 @@ class Checkpointer:
         if problem := broken(temporary):  # of another process
             raise OSError(f"{problem} in {self.root}: is --out one folder for all machines?")
         # On the disk before the name is: a rename that overtook its content would be a complete checkpoint of zeros.
+        # (DCP has flushed its own files.)
         for path in (temporary / "state.json", temporary / "files.json", temporary):
             flush(path)
         if self.folder(step).exists():  # damaged, or of a run since resumed from further back
@@ -330,7 +335,7 @@ class Checkpointer:
         kept = [number for number in self.steps() if number <= step]
         milestones = [number for number in kept if self.keep_every and number % self.keep_every == 0]
         gone = sorted(set(self.numbers()) - set(kept[-self.keep:] + milestones))
-        if len(gone) > len(later) + 1:  # at each save one goes, unless a flag has changed
+        if set(gone) - set(later) - set(kept[-self.keep - 1:-self.keep]):  # more than what goes at each save
             tell(f"--keep {self.keep} --keep_every {self.keep_every}: removed the checkpoints {gone}")
         for number in gone:
             shutil.rmtree(self.folder(number), ignore_errors=True)  # cut short, it leaves what is not complete
@@ -390,11 +395,14 @@ class Checkpointer:
                     tell(f"skipped {'; '.join(problems.values())}")
                 if read:
                     self.verified = number
+                    self.damaged.discard(number)
                 return number
             problems[number] = f"checkpoint {number}: {problem}"
+            self.damaged.add(number)
         if problems:
             complete = [number for number in self.steps() if number not in problems]
-            raise ValueError(f"{self.root}: {'; '.join(problems.values())}. Complete are: {complete or 'none'}")
+            raise ValueError(f"{self.root}: {'; '.join(problems.values())}. Complete are: {complete or 'none'}"
+                             + " (--resume auto takes the newest)" * bool(complete))
 
     def load(self, model, optimizers=(), step=None):
         """Fill model and optimizers from `step`, or from the newest complete checkpoint -> (step, extra).
@@ -468,7 +476,7 @@ NANOGPT = GPT2 | {  # the "model_args" of its ckpt.pt; the GELU is the exact one
     "fixed": GPT2["fixed"] | {"mlp": "gelu_exact"},
     "fields": dict(vocab_size="vocab_size", block_size="seq_len", n_layer="n_layer", n_head="n_head", n_embd="n_embd",
                    dropout="dropout", bias="bias")}
-FAMILIES = {"gpt2": GPT2, "nanogpt": NANOGPT, "llama": LLAMA, "qwen3": QWEN3}
+FAMILIES = {"gpt2": GPT2, "llama": LLAMA, "qwen3": QWEN3, "nanoGPT's ckpt.pt": NANOGPT}
 EXPECTED = {  # config.json's other fields -> what they may say, both regular expressions
     "activation_function": "gelu|gelu_new|gelu_pytorch_tanh", "hidden_act": "silu|swish", "scale_attn_weights": "True",
     "layer_types": r"\[('full_attention'(, )?)*\]", "pretraining_tp": "1", "partial_rotary_factor": r"1(\.0)?",
@@ -518,7 +526,8 @@ def rope_fields(config):
     # transformers 4 had rope_theta beside rope_scaling, and its kind under "type" at first
     rope = dict(config.get("rope_parameters") or config.get("rope_scaling") or {})
     theta = rope.pop("rope_theta", config.get("rope_theta"))
-    kind = rope.pop("rope_type", rope.pop("type", "default"))  # some files have both
+    named = [rope.pop(name, None) for name in ("rope_type", "type")]  # some files have both
+    kind = named[0] or named[1] or "default"
     known = {"factor", "low_freq_factor", "high_freq_factor", "original_max_position_embeddings"}
     numbers = all(type(n) in (int, float) and n > 0 for n in rope.values())
     if not numbers or (kind, rope.keys()) not in (("default", set()), ("llama3", known)):
@@ -587,7 +596,7 @@ def read_hf(path):
             if not zipfile.is_zipfile(path):
                 raise ValueError("it is no file of torch.save")
             saved = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-            kind, found = "nanogpt", dict(saved["model"])
+            kind, found = "nanoGPT's ckpt.pt", dict(saved["model"])
             fields = model_fields({**saved["model_args"], "model_type": kind})
         else:
             file = path / "config.json"
@@ -602,7 +611,7 @@ def read_hf(path):
                 found |= load_file(file)
     except Exception as error:  # whatever readers of JSON, zip, pickle and safetensors make of a damaged file
         why = getattr(error, "strerror", None) or reason(error)
-        found = f"{file} cannot be imported: {why}" if path.exists() else f"{path} does not exist"
+        found = f"{file} cannot be read: {why}" if path.exists() else f"{path} does not exist"
         if (path / "metrics.jsonl").exists():
             run = shlex.quote(str(path))
             raise ValueError(f"{run} is a run: python checkpoint.py export {run} DIR, then take DIR") from None
@@ -670,8 +679,9 @@ def open_model(path, build):
     except (KeyError, TypeError) as error:
         raise ValueError(f"{path} was saved by another version of this program: {error}") from None
     initial = import_hf(model, path) if foreign else None  # names and shapes are known to fit before there is memory
-    # `to_empty` takes 0.3 s to import.
-    model.load_state_dict({name: torch.empty(p.shape) for name, p in model.named_parameters()}, assign=True)
+    # `to_empty` takes 0.3 s to import. Not strict: a module that stands in two places has a parameter once.
+    values = {name: torch.empty(p.shape) for name, p in model.named_parameters()}
+    model.load_state_dict(values, strict=False, assign=True)
     if foreign:
         for name, parameter in parameters(model).items():
             parameter.copy_(initial(name))
@@ -780,6 +790,7 @@ def main():
         out, fields = config.out[0], asdict(model.config)
         if config.command == "import":
             with new_folder(out):
+                # No optimizer: by this train.py knows an import, which it refuses to go on from.
                 extra |= dict(config={"optimizer": None}, model=fields)
                 Checkpointer(out).save(0, model, (), extra)
         else:

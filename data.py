@@ -160,8 +160,8 @@ def find_files(sources):
         inside = walk(source) if os.path.isdir(source) else [source]
         require(inside, f"{source} is empty, expected text")
         texts = [file for file in inside if named or is_text(file)]
-        require(texts, f"{source} has no table and no text in UTF-8, which has no NUL bytes and is no PDF: convert it "
-                       "(iconv -f utf-16 -t utf-8, pdftotext, gunzip)")
+        require(texts, f"{source} holds no text in UTF-8, and is no .jsonl, .jsonl.gz or .parquet: convert it, as by "
+                       "pdftotext, unzip, gunzip, iconv -f utf-16 -t utf-8, or a spreadsheet's export to CSV")
         if left_out := sorted(set(inside).difference(texts)):
             print(f"{source}: {len(texts)} text files; left out are {len(left_out)} others, such as {left_out[0]}")
         files += texts
@@ -178,7 +178,7 @@ def walk(root, skip=()):
 
 
 def is_text(source):
-    """A file without NUL bytes is text, the first 8 KB tell (as in git); a PDF is none, a table is, even compressed."""
+    """Whether a file is text: no NUL in its first 8 KB (as git tells it) and no PDF; tables count, even compressed."""
     if not os.path.isfile(source):  # a broken link, a pipe
         return False
     head = np.fromfile(source, np.uint8, 8192).tobytes()
@@ -214,7 +214,9 @@ def read_table(source, key):
         for row in open_table(source):
             text = row.get(key) if isinstance(row, dict) else None
             if not isinstance(text, str):
-                raise ValueError(f"no text under {key} (--text_key, --prompt_key, --response_key) in {str(row)[:200]}")
+                kind = "absent, or null" if text is None else f"of type {type(text).__name__}"
+                raise ValueError(f"{key} (--text_key, --prompt_key, --response_key) is {kind}, expected a string, in "
+                                 f"{str(row)[:200]}")
             # JSON can hold half a character (\ud800), which no tokenizer takes: it becomes "?"
             yield text.encode("utf-8", "replace").decode("utf-8")
             number += 1
@@ -329,7 +331,7 @@ def prepare(sources, out, **options):
     config = DataConfig(sources, str(out), **options)
     keys = [config.prompt_key, config.response_key] if config.prompt_key else [config.text_key]
     out = Path(out).resolve()  # a link may lead to another disk, and `stage` has to be on the same one
-    if out.exists() and not (out.is_dir() and not any(out.iterdir())):
+    if out.exists() and (not out.is_dir() or any(out.iterdir())):
         raise FileExistsError(f"{out} exists and is left as it is: choose another --out")
     files = find_files(sources)
     require(not config.prompt_key or all(map(is_table, files)), "--prompt_key needs rows: .jsonl[.gz], .parquet or hf:")
@@ -383,7 +385,8 @@ def tokenize(corpus, folder, config):
     for split, share, size in (("train", 1, meta["train_tokens"]), ("val", config.val_fraction, meta["val_tokens"])):
         require(not share or size > 2, f"the sources hold {size} {split} tokens, expected at least 3: give more text")
     if unreadable:
-        print(f"note: {unreadable:,} x U+FFFD, in place of what is no UTF-8: convert it (iconv -f latin1 -t utf-8)")
+        print(f"note: {unreadable:,} x U+FFFD, in place of what is no UTF-8: convert it (iconv -f latin1 -t utf-8) and "
+              "prepare it again, in a new --out")
     if config.prompt_key:  # a loss of responses alone has no bits per byte of all the text
         meta |= {"prompt_key": config.prompt_key, "response_key": config.response_key, "val_bytes": None}
     (folder / "meta.json").write_text(json.dumps(meta, indent=1) + "\n", encoding="utf-8")
@@ -494,6 +497,7 @@ class TokenDataset:
 
     def fixed(self, i):
         """(x, y), int64 (T,), of window i in file order, 0 <= i < windows."""
+        # range: an i beyond the last window is an IndexError, no window of another shard
         return tuple(part[0] for part in self.read([self.place(range(self.windows)[i])]))
 
     def place(self, window, key=0):
@@ -517,7 +521,7 @@ class TokenDataset:
 
 
 class DataError(ValueError):
-    """What only reading a window can tell, perhaps after many steps."""
+    """A window holds ids beyond the vocabulary, which only reading it can tell, perhaps after many steps."""
 
 
 def find_shards(folder, split):
@@ -526,13 +530,16 @@ def find_shards(folder, split):
     name = re.compile(rf"(.*[^a-z])?{split}[^a-z](?!(.*[^a-z])?(train|val)[^a-z]).*")
     if paths := sorted(path for path in folder.glob("*.bin") if name.fullmatch(path.name)):
         return paths
-    if any(folder.glob("*.bin")) or Path(folder, "meta.json").exists():
+    if folder.is_file() and folder.suffix == ".bin":
+        what = f"is no folder, expected the one that has such files: {folder.parent}"
+    elif any(folder.glob("*.bin")) or Path(folder, "meta.json").exists():
         what = f"has no *{split}*.bin: prepare its source again, with --val_fraction above 0"
     elif folder.exists():  # text, or a folder of it, cannot be made a data set where it is
         what = f"has no *{split}*.bin: python data.py {shlex.quote(str(folder))} --out data/mine prepares one"
     else:
         what = f"does not exist: python data.py SOURCE --out {shlex.quote(str(folder))} prepares one"
-    near = [str(path.parent) for path in (folder if folder.exists() else folder.parent).glob("*/meta.json")]
+    places = {folder if folder.exists() else folder.parent, Path("data")}
+    near = [str(path.parent) for place in places for path in place.glob("*/meta.json")]
     raise FileNotFoundError(f"{folder} {what}" + f"; there are {', '.join(near)}" * bool(near))
 
 
@@ -557,7 +564,7 @@ def map_shard(path, dtype, offset, tokens):
 
 
 def leave_group(worker):
-    """In a process that reads: a signal to the whole group stops the run, whose last step still needs its batch."""
+    """Put a reading process into a group of its own: Ctrl-C would end it before the run's last step has its batch."""
     if hasattr(os, "setpgid"):  # Windows has none
         os.setpgid(0, 0)
 
@@ -622,13 +629,14 @@ def main():
 
     with command(DataConfig, "data.py") as config:
         meta = prepare(**vars(config))
-        model = " --init_from DIR, a model in Hugging Face's form" * bool(config.prompt_key)
         inside = Path(config.out).resolve().parent == Path("out").resolve()
         run = shlex.quote(str(Path("out", Path(config.out).name + "-run" * inside)))
         print(f"{config.out}: {meta['train_tokens']:,} train and {meta['val_tokens']:,} val tokens "
               f"({meta['tokenizer']}, {meta['vocab_size']:,} ids)")
-        print(f"next: python train.py --data {shlex.quote(config.out)} --out {run}{model}" if meta["val_tokens"] else
+        print(f"next: python train.py --data {shlex.quote(config.out)} --out {run}" if meta["val_tokens"] else
               "train.py needs a validation split, too: --val_fraction above 0")
+        if config.prompt_key:
+            print("to fine-tune, add --init_from and a folder with a model in Hugging Face's form")
 
 
 if __name__ == "__main__":

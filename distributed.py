@@ -12,6 +12,7 @@ import atexit
 import gc
 import logging
 import os
+import signal
 import socket
 import sys
 import threading
@@ -77,7 +78,7 @@ class World:
 
 
 def setting(name, default=0):
-    """One of the numbers that torchrun (and Slurm) hand to their processes, all of which are read here alone."""
+    """An environment variable that torchrun or Slurm sets, as a number; nothing else here reads them."""
     return int(os.environ.get(name, default))
 
 
@@ -92,11 +93,11 @@ def layout(fsdp=False, replicas=1, tp=1, processes=None, timeout=None, **sizes):
     flags = {"--fsdp": fsdp, f"--replicas {replicas}": replicas > 1, f"--tp {tp}": tp > 1,
              f"--timeout {timeout}": timeout}
     asked = " ".join(flag for flag, given in flags.items() if given)
+    if replicas > 1 and not fsdp:
+        raise ValueError(f"--replicas {replicas} has no effect without --fsdp: DDP has a replica on every process")
     if asked and not processes:
         raise ValueError(f"{asked} needs several processes, found one without torchrun: run torchrun --standalone "
                          f"--nproc_per_node={max(2, unit)} {os.path.basename(sys.argv[0])} {asked}")
-    if replicas > 1 and not fsdp:
-        raise ValueError(f"--replicas {replicas} has no effect without --fsdp: DDP has a replica on every process")
     if size % unit:
         raise ValueError(f"{asked}: {size} processes do not divide by {unit}, start {max(size, unit) // unit * unit}")
     if tp > 1 and not fsdp and size != tp:
@@ -115,7 +116,7 @@ def find_device(name="auto"):
     here, gpus, mps = setting("LOCAL_WORLD_SIZE", 1), torch.cuda.device_count(), torch.backends.mps.is_available()
     if name == "auto":
         name = "cuda" if gpus else "mps" if mps and setting("WORLD_SIZE", 1) == 1 else "cpu"
-    if name == "cuda" and here > gpus:  # all processes of the machine see it, not only those without a GPU
+    if name == "cuda" and here > gpus:  # seen by every process of the machine, so that all fail alike
         advice = f"start --nproc_per_node={gpus}" if gpus else "take --device cpu, or install torch with CUDA"
         raise ValueError(f"--device cuda: {here} processes here need a GPU each, found {gpus}: {advice}")
     if name == "mps" and not mps:
@@ -137,7 +138,10 @@ def start(device="auto", fsdp=False, replicas=1, tp=1, timeout=None, flags=None,
     if cuda:
         torch.cuda.set_device(device)
     timeout = timeout or 600
-    store, rank, size = meet(timeout)
+    try:
+        store, rank, size = meet(timeout)
+    except RuntimeError as error:
+        raise ConnectionError(f"{error}".splitlines()[0] + ": see what the first machine says") from None
     dist.init_process_group("cpu:gloo,cuda:nccl" if cuda else "gloo", store=store, rank=rank, world_size=size,
                             timeout=timedelta(seconds=timeout), device_id=device if cuda else None)
     try:
@@ -146,7 +150,7 @@ def start(device="auto", fsdp=False, replicas=1, tp=1, timeout=None, flags=None,
         dist.destroy_process_group()  # or gloo aborts at some exits
         raise
     world = connect(shape, device)
-    for group in map(world.mesh.get_group, shape):  # those of several dimensions would wait half an hour
+    for group in map(world.mesh.get_group, shape):  # a mesh's own groups would wait half an hour
         dist.distributed_c10d._set_pg_timeout(timedelta(seconds=timeout), group)
     stand_together(world, store)
     return world
@@ -167,8 +171,10 @@ def same(values):
                                  "start all machines alike")
 
 
-def meet(timeout):
+def meet(timeout, trouble=""):
     """(store, rank, number of processes): torchrun's store, under a name that this attempt alone knows.
+
+    All raise ConnectionError, when they have come, if one of them has `trouble`; TimeoutError tells who has not come.
 
     torchrun keeps one store over its restarts, with the addresses of processes that are dead (pytorch issue 135712),
     and no number of the attempt that all machines agree on. So each process asks under a name that nobody had before,
@@ -179,13 +185,18 @@ def meet(timeout):
     if rank:
         store.set(f"ask {rank}", attempt)
         attempt = store.get(f"answer {attempt}").decode()  # waits for it
-        store.set(f"{attempt} {rank}", "here")
+        store.set(f"{attempt} {rank}", trouble)
     while missing := [other for other in range(1, 1 if rank else size) if not store.check([f"{attempt} {other}"])]:
         for other in filter(lambda other: store.check([f"ask {other}"]), missing):
             store.set("answer " + store.get(f"ask {other}").decode(), attempt)
         if time.monotonic() > end:
-            raise TimeoutError(f"processes {missing} have not come within {timeout} s")
+            raise TimeoutError(f"processes {missing} have not come within {timeout} s: see what they say")
         time.sleep(0.01)
+    if not rank:
+        troubles = [trouble, *(store.get(f"{attempt} {other}").decode() for other in range(1, size))]
+        store.set(f"{attempt} trouble", next(filter(None, troubles), ""))
+    if trouble := store.get(f"{attempt} trouble").decode():
+        raise ConnectionError(trouble)
     return dist.PrefixStore(attempt, store), rank, size
 
 
@@ -218,12 +229,14 @@ def stand_together(world, store):
         return ask(lambda: [store.get(f"pulse {rank}").decode() for rank in range(world.size)])
 
     def silent():
-        if not (before := pulses()):
-            return ["the machine that holds torchrun's store,"]
+        before = pulses()
         time.sleep(3)
-        return [now for now, then in zip(pulses() or (), before) if now and now == then]
+        if not (before and (after := pulses())):  # its torchrun may end meanwhile
+            return ["the machine that holds torchrun's store,"]
+        return [now for now, then in zip(after, before) if now and now == then]
 
     def leave(*error):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # torchrun's, which would cut off what is said here
         first = ask(lambda: store.add("ends", 1)) in (1, None)
         if error and first:
             show(*error)
@@ -231,14 +244,14 @@ def stand_together(world, store):
                 say("most likely because of", *names, "which was killed, or hangs")
         elif error:  # most likely a consequence, as a closed connection is
             say(f"{name} ends, too: {error[0].__name__}:", str(error[1]).partition("\n")[0])
-        ask(lambda: (store.set(pulse, ""), store.set("ended", name)))
+        ask(lambda: (store.set(pulse, ""), store.compare_set("ended", "", name)))  # the first one stays
         os._exit(1)  # at once: a tidy exit could wait for peers that wait for this process
 
     def watch(store):
         while not stopped.wait(1):
             try:
                 store.set(pulse, f"{name}, last heard at {time.strftime('%X')},")
-                why = f"{store.get('ended').decode()} has, which says why" if store.check(["ended"]) else ""
+                why = f"{store.get('ended').decode()} has ended, and says why" if store.check(["ended"]) else ""
             except RuntimeError:
                 why = "torchrun's store has gone: torchrun on the first machine was ended, or that machine is down"
             if why and not stopped.is_set():
@@ -270,10 +283,17 @@ def refuse(message, code):
     """End with one line on stderr and exit code `code`: for an error that most likely all processes have found.
 
     The machine's first says it at once, whereupon torchrun ends the others before they repeat it. An error that one
-    process alone has found is printed, too, after these ten seconds.
+    process alone has found is printed, too, after these ten seconds. Mistakes of usage (2) are told to other machines.
     """
-    time.sleep(10 if setting("LOCAL_RANK") else 0)
-    print(message, file=sys.stderr, flush=True)
+    first = not setting("LOCAL_RANK")
+    if first:
+        print(message, file=sys.stderr, flush=True)
+    if code == 2 and setting("WORLD_SIZE", 1) > 1 and not dist.is_initialized():
+        with suppress(OSError, ValueError, RuntimeError):  # others may wait for this process
+            meet(30, f"process {setting('RANK')} on {socket.gethostname()} has ended: {message}")
+    if not first:
+        time.sleep(10)
+        print(message, file=sys.stderr, flush=True)
     raise SystemExit(code)
 
 
@@ -333,8 +353,8 @@ def shard(raw, world, param_dtype=torch.float32, activation_checkpoint="none", c
 # Module name -> style. Megatron's pairing (Shoeybi et al. 2019): a column-wise product leaves each process a share of
 # the heads or hidden units, the row-wise product after it sums over them: one collective for two matrices. Between the
 # pairs activations are sharded over the sequence (Korthikanti et al. 2022): norms and residuals cost 1/tp as much.
-# A "norm" is read by products, "heads" are modules whose forward is given (B, T, H, D). There is no row for a product
-# that each process would compute whole, as a router's: nobody would add up the parts of its gradient.
+# A "norm" is read by products, "heads" are modules whose forward is given one tensor, (B, T, H, D). There is no row for
+# a product that each process would compute whole, as a router's: nobody would add up the parts of its gradient.
 PLAN = {
     "embed": "table", "position": "table", "norm": "norm", "head": "column",
     "attn_norm": "norm", "q": "column", "k": "column", "v": "column", "q_norm": "heads", "k_norm": "heads", "o": "row",
@@ -353,6 +373,7 @@ def tensor_parallel(raw, world):
             output_layouts=Shard(1), desired_output_layouts=Replicate(), use_local_output=False)],
         # (B, T, H/tp, D): as DTensors, or each process would keep the gradient of its own heads.
         "heads": [parallel.SequenceParallel(sequence_dim=2, use_local_output=True)]}
+    frozen = [name for name, p in raw.named_parameters() if not p.requires_grad]
     mesh = world.mesh["tp"]  # once: each call makes an object, and inductor fails on several in a graph (torch 2.13)
     for name, module in list(raw.named_modules()):
         for style in styles.get(PLAN.get(name.rpartition(".")[2]), []):
@@ -360,6 +381,8 @@ def tensor_parallel(raw, world):
     if name := next((name for name, p in raw.named_parameters() if not hasattr(p, "placements")), None):
         raise ValueError(f"--tp: {name} is of a module that has no row in distributed.PLAN: add one (a bare parameter "
                          'needs a module of its own; row "heads" is for what works on (B, T, H, D))')
+    for name in frozen:
+        raw.get_parameter(name).requires_grad_(False)  # SequenceParallel makes new parameters
     heads = raw.config.n_head // mesh.size()
     for block in raw.blocks:  # for rules and formulas that ask for them
         block.attn.heads = range(mesh.get_local_rank() * heads, (mesh.get_local_rank() + 1) * heads)
@@ -538,14 +561,13 @@ def plan(build, optimizers, gpus, fsdp=False, replicas=1, tp=1, micro_batch=1, s
         elements = {p: (p.to_local() if hasattr(p, "to_local") else p).numel() for p in raw.parameters()}
         held = [(type(optimizer).__name__, p) for optimizer in optimizers(raw)
                 for group in optimizer.param_groups for p in group["params"]]
-        states = sum(STATES[name] * elements[p] for name, p in held)
         hidden = [sorted(p.shape) for name, p in held if name == "Muon"]
     own, gathered = sum(elements.values()), min(3, layers) if reshard else layers
     memory = {
         "parameters": 4 * own,
         # FSDP2 accumulates whole gradients, for it exchanges them with the last micro-batch alone.
         "gradients": 4 * (total // tp if fsdp and accumulation > 1 else own),
-        "moments": 4 * states,  # AdamW's step counters, 4 bytes for each tensor, aside
+        "moments": 4 * sum(STATES[name] * elements[p] for name, p in held),  # AdamW's counters, 4 bytes each, aside
         # bf16 weights. FSDP2: root, last block, the block at work and the next one; otherwise autocast's copy of all.
         "gathered": 2 * (root + gathered * max(blocks) if fsdp else total) // tp,
         "activations": int(layers * kept),
@@ -595,11 +617,13 @@ def smallest_change(predict, gpus, batch_size, micro_batch):
 def show(config, found, change):
     """Print what `plan` has `found` for a launch of `config`, and the flags that make it fit."""
     told = "" if config.batch_size else " (assumed: tell train.py, too)"
+    *_, inside, outside = GPUS[config.gpu]
     print(f"{config.gpus} x {config.gpu}, {config.machine} in a machine, --batch_size {found['batch_size']} "
-          f"--micro_batch {found['micro_batch']}{told}")
-    print("gathered: 16-bit weights; block, root: gradients and what is recomputed where backward is; "
-          "the peak is less than the sum, for not all are there at once\nsharded gradients are whole while "
-          "micro-batches accumulate; each GPU does all of Muon's work; what is sent meanwhile is hidden behind it")
+          f"--micro_batch {found['micro_batch']}{told}\neach sends {inside} GB/s within its machine, {outside} GB/s to "
+          "others (GPUS in distributed.py: edit it where yours differ)")
+    print("gathered: 16-bit weights; block, root: gradients, and what backward recomputes; the peak is below the sum, "
+          "for these do not all exist at once\ngradients are not sharded while micro-batches accumulate; each GPU "
+          "computes all of Muon's update; what is sent meanwhile is hidden by computing")
     unit, scale = ("GB", 1e9) if found["memory"]["peak"] > 1e9 else ("MB", 1e6)
     for what, purposes, one in ((f"{unit} per GPU", found["memory"], scale), ("ms a step", found["spent"], 1e-3),
                                   (f"{unit} sent per GPU and step", found["sent"], scale)):

@@ -22,7 +22,10 @@ from attention import KVCache, attend, causal, document_starts, model_mask, soft
 
 @dataclass
 class ModelConfig:
-    """What makes a GPT. Zero is derived: n_kv_head = n_head, head_dim = C / H, n_hidden from C and the MLP's kind."""
+    """What makes a GPT; a preset's is ModelConfig(**PRESETS["nano"]).
+
+    Zero is derived: n_kv_head = n_head, head_dim = C / H, n_hidden from C and the MLP's kind.
+    """
     vocab_size: int = 257
     seq_len: int = 256  # tokens the model is made for: rows of the learned positions, keys kept while generating
     n_layer: int = 2
@@ -45,7 +48,7 @@ class ModelConfig:
     dropout: float = 0.0
     window: int = 0  # a token sees so many of the newest tokens, itself among them; 0: all
     doc_start: int = -1  # the id that begins a document, to which attention keeps; -1: attention crosses documents
-    restart_positions: bool = False  # each document's count from 0; with RoPE, which sees differences, all but the same
+    restart_positions: bool = False  # positions count from 0 in each document; RoPE then differs by rounding alone
     softcap: float = 0.0  # limit of the attention scores, s -> softcap tanh(s / softcap); 0: none
     head_softcap: float = 0.0  # the same of the logits
 
@@ -154,10 +157,11 @@ class Attention(nn.Module):
         # Kept after their rotation: a key's angle is that of its own position, whoever looks at it later.
         if cache is not None:
             k, v = cache.extend(f"k{self.layer}", k), cache.extend(f"v{self.layer}", v)  # (B, K, S, D)
-        # "auto", SDPA or the reference, also where another kernel trained: with a cache, for Flex is made for training;
-        # and for one batch's own mask where flash trained, which on CUDA takes none. A fork's formula has to be there.
-        auto = cache or mask is not None and self.backend == "flash" and mask.is_cuda
-        dtype, q = q.dtype, q.type_as(k)
+        # With a cache (Flex is for training), or where a batch has its own mask and flash trained (which on CUDA takes
+        # none, and nowhere a learned one), "auto" chooses: SDPA or the reference. As the backend is not the same
+        # everywhere, a fork's own formula belongs into this method, before `attend`.
+        auto = cache or mask is not None and self.backend == "flash" and (mask.is_cuda or mask.requires_grad)
+        dtype, q = q.dtype, q.type_as(k)  # a cache may hold bf16 as fp32
         y = attend(q, k, v, mask, "auto" if auto else self.backend, self.config.softcap)
         return self.o(y.to(dtype).transpose(1, 2).flatten(2))  # (B, T, C)
 
@@ -301,7 +305,7 @@ class GPT(nn.Module):
         count from the row's first real token, with `restart_positions` from the document's: a row filled up is as if
         alone.
         """
-        past = cache or KVCache(0)  # without a cache nothing is past: for its zeros
+        past = cache or KVCache(0)  # without one, an empty cache: its length, origin and padding are 0
         index = torch.arange(past.length, past.length + tokens.size(1), device=tokens.device)[None]  # (1, T)
         origin = document_starts(tokens, index, self.config.doc_start, past)  # (B, T)
         mask = model_mask(tokens, origin, self.config, "auto" if cache else self.backend, cache, rule,
@@ -350,8 +354,9 @@ class GPT(nn.Module):
         """
         window = min(self.config.window or seq_len, seq_len)
         keys = window - window ** 2 / (2 * seq_len)  # on average; the first `window` queries see half of it
-        tables = {"position.weight"} | ({"embed.weight"} if self.head else set())  # looked up, not multiplied
-        matrices = sum(p.numel() for name, p in self.named_parameters() if p.dim() > 1 and name not in tables)
+        matrices = sum(p.numel() for p in self.parameters() if p.dim() > 1)
+        matrices -= sum(part.weight.numel() for part in self.modules() if isinstance(part, nn.Embedding)
+                        and (self.head or part is not self.embed))  # looked up, not multiplied
         return 6 * matrices + 12 * self.config.n_layer * self.config.n_head * self.config.head_dim * keys
 
     @torch.no_grad()
@@ -376,6 +381,7 @@ class GPT(nn.Module):
         cache = KVCache(min(self.config.window or limit, longest + max_new_tokens), padding if padding.any() else 0)
         generator = None if seed is None else torch.Generator(tokens.device).manual_seed(seed)
         # The first pass takes the whole prompts, each later one the token that was drawn last: the cache has the rest.
+        # In `new` a row's prompt, then its tokens, stand for not having ended.
         model, new = prepacked(self, len(prompts)), prompts
         for _ in range(max_new_tokens):
             logits = model(tokens, cache=cache, last=True, rule=rule)[:, 0, :vocab].float()  # (B, V)
@@ -394,7 +400,7 @@ class GPT(nn.Module):
 def prepacked(model, rows):
     """`model`, or on a CPU a copy that generates faster: its matrices are in the order in which oneDNN reads them.
 
-    A token needs each weight once. So they come at 18 to 30 GB/s on two cores, in F.linear's form at 7 to 19. `rows`:
+    Each token reads every weight once: at 18 to 30 GB/s on two cores in this order, at 7 to 19 in F.linear's. `rows`:
     how many are generated at a time. All parameters and buffers are the model's own; of matrices with a `forward` or a
     formula of their own there is no copy, of a model with hooks none at all. What `forward` sets on itself is lost.
     """

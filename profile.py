@@ -130,7 +130,7 @@ def tracer(schedule=None, ready=None, detail=False):
         kept = []
         sys.addaudithook(lambda event, args: kept.extend(args) if event == "exec" else None)
     os.environ.setdefault("KINETO_LOG_LEVEL", "9")  # or it writes its own progress among the run's lines
-    # Without acc_events torch 2.11 warns of more cycles.
+    # Without acc_events torch 2.11 warns that a cycle clears the events of the one before; here there is one.
     return torch.profiler.profile(schedule=schedule and torch.profiler.schedule(**schedule), on_trace_ready=ready,
                                   record_shapes=detail, with_stack=detail, profile_memory=detail, acc_events=True)
 
@@ -180,11 +180,12 @@ class Profiler:
             torch.cuda.memory._dump_snapshot(str(self.folder / f"memory_rank{self.rank}.pickle"))
             torch.cuda.memory._record_memory_history(enabled=None)
         if advice := want_of_memory(error):
-            sys.exit(f"{advice}; with --profile, memory_rank{self.rank}.pickle shows what fills a GPU")  # this ends all
+            file = f"; with --profile, memory_rank{self.rank}.pickle shows what fills it" * (self.device.type == "cuda")
+            sys.exit(advice + file)  # this ends all
         if self.trace:
             self.trace.on_trace_ready = None  # what it has may be half a step
             self.trace.stop()
-            self.say(f"no profile: it takes {sum(SCHEDULE.values())} steps, the run ended in {self.trace.step_num}")
+            self.say(f"no profile: it takes {sum(SCHEDULE.values())} steps, the run had {self.trace.step_num}")
 
     def step(self):
         """One turn of the training loop is over; after the last of the schedule come the files and the summary."""
@@ -367,7 +368,7 @@ def time_step(step, run, batches):
     `kernels` is how many a step launches; on a CPU it is the operators that no other operator called.
     """
     first, _, *rest = timeit.repeat(lambda: step(run, batches, 0)[0].item(), repeat=9, number=1)
-    q1, q2, q3 = sorted(rest)[1::2]
+    q1, q2, q3 = sorted(rest)[1::2]  # the second, fourth and sixth of seven
     rate = run.step_tokens / q2
     row = dict(tokens_per_s=rate, spread=(q3 - q1) / q2, mfu=rate * run.meter.flops_per_token / run.meter.peak,
                compile_s=max(0.0, first - q2), peak_mem_gb=peak_memory(run.world.device))
@@ -424,6 +425,7 @@ def main():
         compiled, why_compiled = train.pick_compile(config, world, None)
         print(f"rows beside fp32: {why_dtype}; compiled rows: {why_compiled}", file=sys.stderr)
         others, usual = [], model.loss_chunks
+        # A dtype of 4 bytes, fp32, is the first row alone; one of 2 bytes is a second.
         for compiled, dtype, recompute, chunked in itertools.product(
                 ["off", "on"][:1 + compiled], ["fp32", config.dtype.replace("auto", "bf16")][:4 // dtype.itemsize],
                 ["none", "block"], [False, True]):

@@ -15,6 +15,7 @@ if __name__ == "__main__":
     signal.signal(signal.SIGINT, signal.SIG_DFL)  # Ctrl-C among the imports is no traceback
 
 import argparse
+import atexit
 import contextlib
 import ctypes
 import dataclasses
@@ -97,15 +98,16 @@ class TrainConfig:
 
     def __post_init__(self):
         """Refuse what cannot work, before anything is read or started."""
-        # Every number is finite and not negative, and these are more.
-        least = dict(steps=1, batch_size=1, micro_batch=1, seq_len=2, keep=1, log_every=1, replicas=1, tp=1, timeout=1,
-                     peak_tflops=0.001)
-        for name, value in vars(self).items():
-            low, high = least.get(name, 0), dict(seed=2 ** 63, timeout=2 ** 31).get(name, math.inf)
-            require(type(value) not in (int, float) or low <= value < high,
-                    f"--{name} is {value}, expected {low} <= {name} < {high}")
-            require(value != "", f"--{name} is empty, expected a word")
-        require(self.lr != 0, f"--lr is {self.lr}, expected a positive number")
+        # Of the network's numbers ModelConfig knows the bounds.
+        least = dict(steps=1, batch_size=1, keep=1, log_every=1, micro_batch=1, seq_len=2, warmup=0, weight_decay=0,
+                     grad_clip=0, save_every=0, keep_every=0, eval_every=0, eval_tokens=0, seed=0, max_skips=0,
+                     replicas=1, tp=1, timeout=1, peak_tflops=0.001)
+        for name, low in least.items():
+            value, high = getattr(self, name), dict(seed=2 ** 63, timeout=2 ** 31).get(name, math.inf)
+            require(value is None or low <= value < high, f"--{name} is {value}, expected {low} <= {name} < {high}")
+        for name in "data", "out", "init_from":
+            require(getattr(self, name) != "", f"--{name} is empty, expected a path")
+        require(self.lr is None or 0 < self.lr < math.inf, f"--lr is {self.lr}, expected a positive number")
         require(not os.path.isfile(self.out), f"--out {self.out} is a file, expected a folder")
         require(os.path.realpath(self.out) != os.path.realpath(self.data), f"--out and --data are both {self.out}")
         require(self.resume in ("auto", "never") or self.resume.isdecimal(),
@@ -115,7 +117,7 @@ class TrainConfig:
         for flag, given in ("--no_reshard", not self.reshard), ("--offload", self.offload):
             require(self.fsdp or not given, f"{flag} has no effect without --fsdp: add --fsdp, or drop {flag}")
         require(not self.offload or self.optimizer != "muon" and self.dtype != "fp16",
-                "--offload has the update on the CPU, where Muon's is slow and fp16's scale is not: take "
+                "--offload runs the update on the CPU, where Muon is slow and fp16's GradScaler does not work: take "
                 "--optimizer adamw or sgd, and --dtype bf16 or fp32")
         for name in "model", "n_layer", "n_head", "n_kv_head", "n_embd":
             require(not self.init_from or getattr(self, name) is None,
@@ -127,7 +129,8 @@ class TrainConfig:
 # nanoGPT's names, where they are not nearly ours.
 NANOGPT = {"--block_size": "--seq_len", "--max_iters": "--steps", "--learning_rate": "--lr", "--out_dir": "--out",
            "--gradient_accumulation_steps": "--micro_batch", "--dataset": "--data", "--eval_interval": "--eval_every",
-           "--decay_lr": "--schedule", "--min_lr": "--schedule", "--lr_decay_iters": "--steps"}
+           "--decay_lr": "--schedule", "--min_lr": "--schedule", "--lr_decay_iters": "--steps",
+           "--log_interval": "--log_every", "--max_new_tokens": "--tokens"}
 
 
 def parse_args(kind, prog, argv=None):
@@ -144,23 +147,24 @@ def parse_args(kind, prog, argv=None):
     place = parser = argparse.ArgumentParser(prog, description=kind.__doc__, allow_abbrev=False,
                                              argument_default=argparse.SUPPRESS)
 
+    fields = dataclasses.fields(kind)
+    usage = f"usage: {prog} [flags]" + " [--]" * any(field.default is dataclasses.MISSING for field in fields)
+
     def refuse(text):
-        others = " ".join(action.dest for action in parser._get_positional_actions())
-        lost = others and re.match("unknown|unrecognized|the following", text)
-        hint = f"; without a flag: {others}, behind -- what begins with a hyphen" if lost else ""
-        distributed.refuse(f"{prog}: {text} (see {prog} --help{hint})", 2)
+        distributed.refuse(f"{prog}: {text} ({usage}; {prog} --help)".replace("\0", ""), 2)
     parser.error = refuse
 
     def plain(word):  # what stood behind -- has this mark, or argparse would take -x for a flag
         return word.removeprefix("\0")
-    for field in dataclasses.fields(kind):
+    for field in fields:
         hint, text, *title = get_args(field.type)
         place = parser.add_argument_group(*title) if title else place
         positional = field.default is dataclasses.MISSING
         hint = get_args(hint)[0] if type(None) in get_args(hint) else hint  # X | None is X, or not given
-        kinds = {bool: dict(action=argparse.BooleanOptionalAction), Literal: dict(choices=get_args(hint)),
+        kinds = {bool: dict(action=argparse.BooleanOptionalAction), Literal: dict(choices=get_args(hint), type=plain),
                  list: dict(nargs="*", type=plain, default=[]), str: dict(type=plain)}
         text += "" if positional or field.default is None else f" ({field.default})"
+        usage += (f" [{field.name} ...]" if get_origin(hint) is list else f" {field.name}") * positional
         place.add_argument(field.name if positional else "--" + field.name, help=text,
                            **kinds.get(get_origin(hint) or hint, dict(type=hint)))
     argv = sys.argv[1:] if argv is None else argv
@@ -173,11 +177,15 @@ def parse_args(kind, prog, argv=None):
         near = [option for option in known if option.startswith(name)] or (
             difflib.get_close_matches(NANOGPT.get(name, name), known, n=1, cutoff=0.7))
         parser.error(f"unknown argument {name}" + (f", did you mean {near[0]}?" if near else ""))
+    # The last one would take what comes behind --, and argparse drops a -- behind =.
+    bare = [word for word in words[-1:] if argv[end:] and getattr(known.get(word), "nargs", 0) is None]
+    if bare := bare + [word[:-3] for word in words if word.startswith("--") and word.endswith("=--")]:
+        parser.error(f"argument {bare[0]}: expected one argument")
     try:
         # Sources or a prompt may stand behind flags.
         return kind(**vars(parser.parse_intermixed_args([*words, *("\0" + word for word in argv[end + 1:])])))
     except ValueError as error:
-        parser.error(str(error))
+        distributed.refuse(f"{prog}: {error}", 2)
 
 
 def spell(flags):
@@ -212,7 +220,7 @@ def command(kind, prog, *mistakes, argv=None):
     gc.freeze()  # or Python's end would look through all that torch's import has made, for 0.3 s
     try:
         yield parse_args(kind, prog, argv)
-        print(end="", flush=True)
+        print(end="", flush=True)  # a closed pipe shows here, and not at Python's exit
     except BrokenPipeError:  # nobody reads on, as after `| head`; an ordinary exit would try to print the rest
         os._exit(1)
     except (ValueError, OSError, ImportError, *mistakes) as error:
@@ -225,7 +233,10 @@ def command(kind, prog, *mistakes, argv=None):
 
 
 def model_config(config, vocab_size, eot=0):
-    """The ModelConfig of preset and flags; raises ValueError where they do not make a network."""
+    """The ModelConfig of preset and flags; raises ValueError where they do not make a network.
+
+    Before the data is known, vocab_size=1 and eot=0 stand for what it will say: all else can be checked.
+    """
     fields = dict(PRESETS[config.model or "nano"], vocab_size=vocab_size)
     if config.init_from:
         fields = checkpoint.read_hf(config.init_from)[1]
@@ -304,9 +315,12 @@ def build_optimizer(model, config, peak, dtype):
     have the tensors in its `state` of a parameter, of its shape or of none: a count in a group or in self is lost.
     """
     hidden, others, vectors = [], [], []
+    tables = {part.weight for part in model.modules() if isinstance(part, torch.nn.Embedding)}
     for name, p in model.named_parameters():
-        # Muon is for matrices that map activations to activations; embedding and head map from and to ids.
-        wide, within = sum(size > 1 for size in p.shape) > 1, p.dim() == 2 and name.startswith("blocks.")
+        # Muon is for matrices that map activations to activations; embedding and head map from and to ids. What has
+        # one long dimension, as (C, 1), is a vector.
+        wide = sum(size > 1 for size in p.shape) > 1
+        within = p.dim() == 2 and name.startswith("blocks.") and p not in tables
         (vectors if not wide else hidden if within else others).append(p)
     decayed = others if config.optimizer == "muon" else others + hidden
     groups = [dict(params=decayed), dict(params=vectors, weight_decay=0.0)]
@@ -347,12 +361,12 @@ def keep_memory():
 
 
 def pick_compile(config, world, backend):
-    """(whether to compile, why not). Without a C++ compiler torch.compile fails only at the model's first call."""
+    """(whether to compile, why). Without a C++ compiler torch.compile fails only at the model's first call."""
     kind, policy = world.device.type, config.activation_checkpoint
     if config.compile == "off" or config.compile == "auto" and kind != "cuda":
         return False, "off" if config.compile == "off" else "off by default without CUDA"
     if (config.tp > 1, policy, kind, backend) == (True, "block", "cpu", "flash"):
-        # It takes the mesh among a recomputed block's saved values for a tensor, after flash's random state.
+        # It takes the mesh, saved for a recomputed block after flash's random state, for a tensor.
         return False, "off: torch 2.13 fails on --tp, block checkpoints and a CPU's flash: take --sdpa math"
     if not any(map(shutil.which, [os.environ.get("CXX", "g++"), "clang++", "cl"])):
         return False, "off: it needs a C++ compiler and found none, install g++"
@@ -385,8 +399,12 @@ def cut_metrics(path, step):
 def write_whole(path, text):
     """Write under a temporary name, then rename, which systems do in one step: `path` is never half a file."""
     temporary = path.with_name(path.name + ".tmp")
-    temporary.write_text(text, encoding="utf-8")
-    temporary.replace(path)
+    try:
+        temporary.write_text(text, encoding="utf-8")
+        temporary.replace(path)
+    except OSError as error:
+        temporary.unlink(missing_ok=True)
+        raise OSError(f"{path} cannot be written ({error.strerror}): make room, or take another --out") from None
 
 
 def write_metrics(run, rows):
@@ -407,21 +425,27 @@ def write_metrics(run, rows):
         run.unwritten = b""
 
 
+@contextlib.contextmanager
 def watch_signals(aloud):
-    """List that fills with signals to stop: Ctrl-C, SIGTERM, Slurm's SIGUSR1. A second Ctrl-C leaves at once."""
+    """Context: a list that fills with signals to stop: Ctrl-C, SIGTERM, SIGUSR1. A second Ctrl-C leaves at once."""
     caught = []
 
     def note(number, frame):
         if number == signal.SIGINT and number in caught:
             os._exit(128 + signal.SIGINT)
         caught.append(number)
-        if aloud and number == signal.SIGINT:
+        if aloud:
             with contextlib.suppress(OSError):  # not by print, which this may have interrupted
-                os.write(2, b"what is under way ends, then it saves; a second Ctrl-C leaves at once\n")
+                os.write(2, f"{signal.Signals(number).name}: the step under way ends, then the run saves; a second "
+                            "Ctrl-C leaves at once\n".encode())
     # Nothing is saved within a handler: it may interrupt any line, also one that is saving.
-    for name in {"SIGINT", "SIGTERM", "SIGUSR1"} & set(dir(signal)):  # Windows has no SIGUSR1
-        signal.signal(getattr(signal, name), note)
-    return caught
+    stops = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGUSR1") if hasattr(signal, name)]  # Windows
+    before = {number: signal.signal(number, note) for number in stops}
+    try:
+        yield caught
+    finally:
+        for number, handler in before.items():  # a notebook goes on, whose kernel a second Ctrl-C would end
+            signal.signal(number, handler)
 
 
 def setup(config, world, micro_batch):
@@ -477,7 +501,7 @@ def setup(config, world, micro_batch):
     require(left >= 0, f"--steps {config.steps} is below step {run.step} of {config.out}: take more, or --resume never")
     profiled = (config.profile or config.profile_detail) and Path(config.out, "profile")
     require(not profiled or run.step or left >= traced, f"--profile takes {traced} steps, {left} remain: raise --steps")
-    # No run in --out was touched before: all else has been checked.
+    # Only now is an earlier run in --out touched: all that can be refused has been checked.
     run.evaluated = world.any(world.writer and prepare_out(run))
     peak, source = profile.peak_flops(world.device, dtype, config.peak_tflops)
     run.meter = profile.Meter(run.raw.flops_per_token(fields.seq_len), peak * world.size, world.device)
@@ -498,7 +522,7 @@ def open_data(run):
     run.validation = data.TokenDataset(config.data, "val", fields.seq_len)
     meta, ids, seen = run.dataset.meta, run.dataset.meta["vocab_size"], 0
     for split in run.dataset, run.validation:
-        for i in range(64):  # of all windows, for a terabyte cannot be read
+        for i in range(64):  # spread over the split: to read all of a terabyte would take too long
             seen = zlib.crc32(torch.cat(split.fixed(i * (split.windows - 1) // 63)).numpy(), seen)
     distributed.same({"the number of --data's tokens": run.dataset.tokens, "of its ids": ids,
                       "the checksum of some of its text": seen})
@@ -514,14 +538,13 @@ def describe(run, why_backend, machine):
     """Say what runs: lines from which a reader of the log knows all that was chosen."""
     config, world, fields = run.config, run.world, run.raw.config
     mesh = "".join(f", {name} {n}" for name, n in distributed.layout(config.fsdp, config.replicas, config.tp).items())
-    ranks = f"{world.data_size} processes" if config.tp == 1 else f"{world.data_size} groups of {config.tp} processes"
     begin = f", resumed at step {run.step}" if run.step else f" from {config.init_from or 'scratch'}"
     run.say(f"data      {config.data}: {run.dataset.tokens:,} tokens to train on, {run.validation.tokens:,} to "
             f"validate, tokenizer {run.note['tokenizer']} of {fields.vocab_size:,}",
             f"model     {config.init_from or config.model or 'nano'}: {run.raw.num_params():,} parameters, "
             f"{fields.n_layer} layers x {fields.n_embd}, {why_backend}",
-            f"batch     {config.batch_size} sequences = {ranks} x {run.accumulation} micro-batches x "
-            f"{run.micro_batch}, each of {fields.seq_len} tokens",
+            f"batch     {config.batch_size} sequences of {fields.seq_len} tokens = micro-batch {run.micro_batch} x "
+            f"accumulation {run.accumulation} x data ranks {world.data_size}",
             f"machine   {world.size} x {world.device.type}{mesh}, {machine}",
             f"optimizer {config.optimizer}, peak lr {run.peak_lr:.2e}, {config.schedule}; {config.steps} steps{begin}",
             sep="\n")
@@ -533,21 +556,29 @@ def prepare_out(run):
     Returns whether the step was evaluated.
     """
     config, out = run.config, Path(os.path.realpath(run.config.out))
+    run.claim = run.claim or claim(out)  # not twice: closing either file would end the lock
+    root = run.checkpointer.root
+    require(root.is_dir() or not os.path.lexists(root), f"{root} is no folder: remove it, or mount what it links to")
     # With --resume never the earlier run is moved, now that all else is known to be right.
     if config.resume == "never" and ((out / "config.json").exists() or any(out.glob("checkpoints/step_*"))):
         aside = next(path for n in range(1, 10 ** 6) if not (path := out.with_name(f"{out.name}.{n}")).exists())
         aside.mkdir()
         # Not the folder: data and other runs may be in it. Checkpoints last: while they are there the run can go on.
-        for name in "config.json", "metrics.jsonl", "metrics.png", "profile", "tensorboard", "checkpoints":
+        for name in ("config.json", "metrics.jsonl", "metrics.old.jsonl", "metrics.png", "profile", "tensorboard",
+                     "checkpoints"):
             if (out / name).exists():
                 (out / name).rename(aside / name)
         run.say(f"--resume never: the earlier run is now {aside}")
-    run.claim = run.claim or claim(out)  # not twice: closing either file would end the lock
+    metrics = out / "metrics.jsonl"
+    if not run.step and metrics.exists() and metrics.stat().st_size:
+        with open(out / "metrics.old.jsonl", "ab") as file:
+            file.write(metrics.read_bytes())
+        run.say(f"note      {out} has no checkpoint; the lines of metrics.jsonl are now in metrics.old.jsonl")
     started = time.time() - (time.perf_counter() - STARTED)
     write_whole(out / "config.json", json.dumps(run.note | {"started": started}, indent=2) + "\n")
     if config.resume.isdecimal():  # --resume auto must not go on from a later checkpoint
         run.checkpointer.prune(run.step)
-    return cut_metrics(out / "metrics.jsonl", run.step)
+    return cut_metrics(metrics, run.step)
 
 
 def claim(out):
@@ -560,6 +591,7 @@ def claim(out):
     require(not found.is_file() or any(Path(out).glob("checkpoints/step_*"))
             or found.read_text("utf-8", "replace").startswith('{\n  "config": {'),  # as `prepare_out` writes it
             f"{found} is not of a run: take another --out")
+    made = [path for path in (Path(out), *Path(out).parents) if not path.exists()]
     try:
         Path(out).mkdir(parents=True, exist_ok=True)
         file = open(Path(out, ".lock"), "a+")
@@ -575,7 +607,17 @@ def claim(out):
     file.write(f"{socket.gethostname()}, process {os.getpid()}, {time.time()}")
     file.seek(0)  # which flushes, and `share_out` reads from here
     os.fsync(file.fileno())
+    atexit.register(unclaim, out, made)
     return file
+
+
+def unclaim(out, made):
+    """Nothing stays of a launch that was refused, nor of the folders that it `made`."""
+    with contextlib.suppress(OSError):
+        if not Path(out, "config.json").exists():
+            os.remove(Path(out, ".lock"))
+            for path in made:
+                path.rmdir()
 
 
 def share_out(run):
@@ -600,8 +642,9 @@ def open_run(run):
     if step is not None:
         saved = run.checkpointer.read_extra(step)
         try:
-            old_flags = {name: value for name, value in saved["config"].items()
-                         if (value or None) != (getattr(TrainConfig, name) or None) and name not in ("resume", "out")}
+            # Those that were given, or differ here.
+            old_flags = {name: value for name, value in saved["config"].items() if name not in ("resume", "out")
+                         and value is not None and {value} != {getattr(TrainConfig, name), getattr(config, name)}}
             then, now = ({**vars(TrainConfig()), **note["config"], **vars(ModelConfig(**note["model"])),
                           "tokenizer": note["tokenizer"], "what computes": note.get("kernels", run.note["kernels"]),
                           "tokens to train on": note.get("train_tokens", run.dataset.tokens)}
@@ -670,16 +713,19 @@ def update(run, loss, rate):
 
 
 @torch.no_grad()
-def evaluate(run, step):
+def evaluate(run, step, stopped=lambda: False):
     """Loss in nats and bits per byte over fixed windows of the validation split: printed, written, returned.
 
     A sum of losses over a number of targets, both over all processes: the same value every time and in every layout.
+    None, and nothing is written, if all are `stopped()` meanwhile.
     """
     world, batch, windows = run.world, run.micro_batch, run.validation.windows
     windows = min(windows, math.ceil(run.config.eval_tokens / run.raw.config.seq_len) or windows)
     run.model.eval()
     total, count = torch.zeros(2, device=world.device)
     for first in range(0, windows, batch * world.data_size):
+        if stopped():
+            break
         # Past the end: windows without targets, so that all processes make the same number of equally large calls.
         mine = range(first + world.data_rank * batch, first + (world.data_rank + 1) * batch)
         pairs = [run.validation.fixed(min(i, windows - 1)) for i in mine]
@@ -690,6 +736,8 @@ def evaluate(run, step):
         count += (y != -100).sum()
     run.model.train()
     distributed.reshard(run.raw)  # no backward follows, in which FSDP2 would free its weights
+    if stopped():
+        return None
     loss = (world.sum(total) / world.sum(count)).item()
     # nats / ln 2 x tokens / bytes: a number that tokenizers do not change
     size, elapsed = run.validation.meta.get("val_bytes"), time.perf_counter() - STARTED
@@ -719,9 +767,7 @@ def report(run, pending):
 
 
 def save(run, step):
-    """Write a checkpoint of `step`, unless there is one; all else that a resumed run needs follows from the step."""
-    if run.checkpointer.saved == step:
-        return
+    """Write a checkpoint of `step`; all else that a resumed run needs follows from the step."""
     start = time.perf_counter()
     extra = dict(run.note, scaler=run.scaler.state_dict(), tokens=step * run.step_tokens)
     with run.profiler.region("checkpoint"):
@@ -776,23 +822,23 @@ def train(config):
 
     What cannot work ends in `distributed.refuse`, with 2 for flags and 1 for the rest.
     """
-    fields = model_config(config, vocab_size=1)
+    fields = vars(model_config(config, vocab_size=1))
     # All processes must have the same code and flags, but for places.
     alike = {f"[bytes, checksum] of {path.name}": checkpoint.fingerprint(path)
-             for path in Path(__file__).parent.glob("*.py") if path.is_file()} | {"torch": torch.__version__}
+             for path in Path(__file__).parent.glob("*.py") if path.is_file()}  # an editor's lock is a broken link
+    alike["torch"] = torch.__version__
     alike |= {f"--{name}": value for name, value in vars(config).items() if name not in ("data", "out", "init_from")}
     try:
         world = distributed.start(config.device, config.fsdp, config.replicas, config.tp, config.timeout, alike,
-                                  n_head=fields.n_head, n_kv_head=fields.n_kv_head, seq_len=fields.seq_len,
-                                  n_hidden=fields.n_hidden)
+                                  **{name: fields[name] for name in ("n_head", "n_kv_head", "seq_len", "n_hidden")})
         micro_batch = pick_micro_batch(config, world.data_size)
-        if config.offload and world.device.type != "cuda":
-            raise ValueError(f"--offload has no effect on --device {world.device.type}: drop it")
+        require(not config.offload or world.device.type == "cuda",
+                f"--offload has no effect on --device {world.device.type}: drop it")
         restarts = map(distributed.setting, ("TORCHELASTIC_MAX_RESTARTS", "SLURM_RESTART_COUNT"))
         require(config.resume == "auto" or not any(restarts), f"--resume {config.resume} would go back at each restart "
-                "by torchrun --max-restarts or Slurm: once without these, then --resume auto")
-    except ValueError as error:  # flags that do not go together: a mistake of usage
-        distributed.refuse(f"train.py: {error}", 2)
+                "by torchrun --max-restarts or Slurm: start once without them, then take --resume auto")
+    except (ValueError, OSError) as error:  # flags that do not go together; other processes that do not come
+        distributed.refuse(f"train.py: {error}", 2 if isinstance(error, ValueError) else 1)
     try:
         run = setup(config, world, micro_batch)
     except (ValueError, OSError, ImportError, RuntimeError) as error:
@@ -800,19 +846,20 @@ def train(config):
         if isinstance(error, RuntimeError) and not advice:  # no mistake of the user's: the traceback is wanted
             raise
         distributed.refuse(f"train.py: {advice or error}", 1)
-    # A signal is only noted: the step under way ends, all processes hear of it, and then they save together.
-    signals = watch_signals(world.writer and sys.stderr is not None)
-    try:
-        with run.profiler:
-            code = loop(run, signals)
-    except RuntimeError as error:
-        if not signals or not type(error).__module__.startswith(("torch._inductor", "torch._dynamo")):
-            raise
-        # It reached the whole process group, as Ctrl-C does, and took a compiler of this step with it.
-        distributed.refuse(f"train.py: {signal.Signals(signals[0]).name} ended a compilation, too: the same command "
-                           "goes on from the newest checkpoint, if there is one", 128 + signals[0])
-    del run  # the process group is left without a model, see `stop`
-    distributed.stop(world)
+    # A signal is only noted: the step under way ends, all processes hear of it, and then they save together. Without
+    # stderr, as in a detached process, descriptor 2 may be any file, such as metrics.jsonl.
+    with watch_signals(world.writer and sys.stderr is not None) as signals:
+        try:
+            with run.profiler:
+                code = loop(run, signals)
+        except RuntimeError as error:
+            if not signals or not type(error).__module__.startswith(("torch._inductor", "torch._dynamo")):
+                raise
+            # It reached the whole process group, as Ctrl-C does, and took a compiler of this step with it.
+            distributed.refuse(f"train.py: {signal.Signals(signals[0]).name} ended a compilation, too: the same "
+                               "command goes on from the newest checkpoint, if there is one", 128 + signals[0])
+        del run  # the process group is left without a model, see `stop`
+        distributed.stop(world)
     return code
 
 
@@ -822,18 +869,21 @@ def loop(run, signals):
     batches = data.batches(run.dataset, step, config.batch_size, run.micro_batch, run.world.data_rank,
                            run.world.data_size, run.world.device)
     # `pending` are the steps that no line has told of: printing is for some steps, metrics.jsonl has them all.
-    stopping, pending = 0, []
+    stopping, pending, evaluated = 0, [], run.evaluated
 
     def due(every):
         return step == config.steps or every and step % every == 0
-    if step and due(config.eval_every) and not run.evaluated:  # the run was killed after it had saved
-        evaluate(run, step)
+
+    def told():
+        # Asked of all: one that stopped alone would leave the others waiting. The answer is the signal's number.
+        return run.world.any(max(signals, default=0))
+    if step and due(config.eval_every) and not evaluated:  # the run was stopped after it had saved
+        evaluated, stopping = evaluate(run, step, told), told()
     while step < config.steps and not stopping:
         loss, norm = optimizer_step(run, batches, step)
         step += 1
         pending.append((step, loss, norm, time.perf_counter() - STARTED))
-        # Asked of all: one that stopped alone would leave the others waiting. The answer is the signal's number.
-        stopping = run.world.any(max(signals, default=0))
+        stopping, evaluated = told(), False
         odd = run.skipped or stopping or step == run.step + 1  # the first: a sign of life, which includes compilation
         if odd or due(config.log_every) or due(config.eval_every) or due(config.save_every):
             report(run, pending)
@@ -844,11 +894,8 @@ def loop(run, signals):
             say("train.py: more than --max_skips: lower --lr, or take another --seed; either goes on from the newest "
                 "checkpoint, if there is one")
             return 1
-        if stopping:  # before an evaluation, for time may be short
-            save(run, step)
-        if due(config.eval_every):
-            evaluate(run, step)
-            stopping = run.world.any(max(signals, default=0))
+        if due(config.eval_every) and not stopping:  # for time may be short: a resumed run makes up for it
+            evaluated, stopping = evaluate(run, step, told), told()
         if stopping or due(config.save_every):
             save(run, step)
         guard(run, run.checkpointer.check, run.raw, run.optimizers)  # has an asynchronous write failed meanwhile?
@@ -857,16 +904,19 @@ def loop(run, signals):
             run.meter.start()  # evaluating, saving and writing a trace are no optimizer work
     guard(run, run.checkpointer.finish)
     auto = "" if config.resume == "auto" else " --resume auto"
-    if stopping and step < config.steps:
+    if stopping and not (step == config.steps and evaluated):
         place = "from the newest checkpoint, for not all was saved, see above" if run.unsaved else "from there"
         say(f"stopped at step {step} by {signal.Signals(stopping).name}:{auto or ' the same command'} goes on {place}")
         return 128 + stopping
     show_sample(run)
-    if not run.checkpointer.steps():
-        say(f"{config.out} has reached step {step}, but nothing is saved, see above: the same command starts over")
+    # As process 0 sees it: to others a network file system may show the newest one later.
+    saved = run.checkpointer.agree(run.checkpointer.steps()) or []
+    if saved[-1:] != [step]:
+        say(f"{config.out} has reached step {step}, but saved are {saved or 'none'}, see above:"
+            f"{auto or ' the same command'} {'goes on from there' if saved else 'starts over'}")
         return 1
     # From here the rate would rise again; a checkpoint before the decay is one of the longer run, too.
-    early = [n for n in run.checkpointer.steps() if undecayed(run, n)]
+    early = [n for n in saved if run.world.writer and undecayed(run, n)]
     resume = f" --resume {early[-1]} (once: later checkpoints go)" if early else f"{auto} (where the rate rises again)"
     resume = auto if early[-1:] == [step] else resume
     lacking = ", but not all was saved, see above" if run.unsaved else ""
@@ -878,6 +928,7 @@ def loop(run, signals):
 
 def undecayed(run, step):
     """Whether the run that wrote the checkpoint of `step` had the rate that a run of twice as many steps has there."""
+    # Not read_extra, which all ranks must call together: they may not see the same list of steps.
     flags = json.loads((run.checkpointer.folder(step) / "state.json").read_text())["extra"]["config"]
     flags = {**dataclasses.asdict(TrainConfig()), **flags}
     longer = {**flags, "steps": 2 * run.config.steps}
@@ -891,7 +942,7 @@ def main():
     except data.DataError as error:  # from a reading process it comes with a traceback as its text
         sys.exit(f"train.py: {str(error).rpartition('DataError: ')[2].strip()}")
     except KeyboardInterrupt:  # before the loop, which has its own way to stop
-        distributed.refuse("train.py: interrupted before the first step", 128 + signal.SIGINT)
+        distributed.refuse("train.py: interrupted", 128 + signal.SIGINT)
 
 
 if __name__ == "__main__":
